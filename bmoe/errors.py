@@ -1,0 +1,9 @@
+"""The two errors a user meets: each is one plain sentence with the place and what to do."""
+
+
+class RequestError(Exception):
+    """The request was wrong (recipe, flags, input, missing hardware). The command line exits with 2."""
+
+
+class RunError(Exception):
+    """The work failed while running (disk full, non-finite loss, a rank died). The command line exits with 1."""
