@@ -1,0 +1,23 @@
+"""Expert implementations behind one contract; `loop` is the definition, every other is tested against it."""
+
+from torch import nn
+
+from bmoe.errors import RequestError
+from bmoe.model.experts.grouped import GroupedExperts
+from bmoe.model.experts.loop import LoopExperts
+
+KINDS = ("loop", "grouped")
+
+
+def build_experts(
+    kind: str, experts: int, width: int, expert_width: int, ffn: str = "swiglu", bias: bool = False
+) -> nn.Module:
+    """Module with `forward(x_TD, experts_TK int64, weights_TK fp32) -> y_TD`, see `weights.Experts` for the contract.
+
+    Raises RequestError for a kind that does not exist or does not know this ffn or bias.
+    """
+    if kind == "loop":
+        return LoopExperts(experts, width, expert_width, ffn, bias)
+    if kind == "grouped":
+        return GroupedExperts(experts, width, expert_width, ffn, bias)
+    raise RequestError(f"backend.experts is {kind!r}; choose one of {', '.join(KINDS)}.")
