@@ -98,7 +98,7 @@ class MoESection(Section):
     balance_loss: NonNegative = Field(0.01, description="coefficient of the load balance loss, per layer")
     z_loss: NonNegative = Field(0.001, description="coefficient of the router z-loss, per layer")
     bias_update: NonNegative = Field(0.0, description="rate of the aux-loss-free balance bias, once per optimizer step; 0 is off")
-    jitter: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="multiplicative noise on router inputs in training, 1 +- jitter")
+    jitter: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="multiplicative noise on router inputs in training")
 
 
 class ModelSection(Section):
@@ -111,7 +111,7 @@ class ModelSection(Section):
     kv_heads: Positive | None = Field(None, description="key and value heads (grouped-query attention); null: as many as `heads`")
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before attention, feed-forward and head")
     ffn: Literal["swiglu", "gelu"] = Field("swiglu", description="feed-forward of dense layers and experts")
-    ffn_width: Positive | None = Field(None, description="width of a dense feed-forward; null: 4 D (gelu), 8/3 D to a multiple of 64 (swiglu)")
+    ffn_width: Positive | None = Field(None, description="width of a dense feed-forward; null: 4 D (gelu), 8/3 D in 64s (swiglu)")
     bias: bool = Field(False, description="biases in linear layers")
     qk_norm: bool = Field(False, description="normalise queries and keys per head")
     rope_base: Annotated[float, Field(gt=0.0)] = Field(10000.0, description="base of the rotary position embedding")
@@ -274,7 +274,7 @@ def _moe_rules(r: Recipe, moe: MoESection) -> Iterator[tuple[str, str]]:
     if moe.top_k > moe.experts:
         yield "model.moe.top_k", f"{moe.top_k} exceeds model.moe.experts = {moe.experts}"
     if moe.dense_layers >= r.model.layers:
-        yield "model.moe.dense_layers", f"{moe.dense_layers} leaves no MoE layer among {r.model.layers}; for a dense model set model.moe: null"
+        yield "model.moe.dense_layers", f"{moe.dense_layers} leaves no MoE layer of {r.model.layers}; a dense model has model.moe: null"
     if moe.experts % r.parallel.expert:
         yield "parallel.expert", f"{r.parallel.expert} does not divide model.moe.experts = {moe.experts}"
     if (moe.groups is None) != (moe.groups_kept is None):
@@ -500,7 +500,8 @@ def _override(values: dict, override: str, lines: dict[str, str], faults: list[s
         faults.append(f"{where}: an override is section.key=value")
         return
     *parents, leaf = key.split(".")
-    for parent in parents:
+    for depth, parent in enumerate(parents):
+        lines.setdefault(".".join(parents[: depth + 1]), where)
         if not isinstance(values.get(parent), dict):
             values[parent] = {}
         values = values[parent]
