@@ -1,12 +1,14 @@
 """Expert implementations behind one contract; `loop` is the definition, every other is tested against it."""
 
+import importlib.util
+
 from torch import nn
 
 from bmoe.errors import RequestError
 from bmoe.model.experts.grouped import GroupedExperts
 from bmoe.model.experts.loop import LoopExperts
 
-KINDS = ("loop", "grouped")
+KINDS = ("loop", "grouped", "triton")
 
 
 def build_experts(
@@ -20,4 +22,12 @@ def build_experts(
         return LoopExperts(experts, width, expert_width, ffn, bias)
     if kind == "grouped":
         return GroupedExperts(experts, width, expert_width, ffn, bias)
+    if kind == "triton":
+        if importlib.util.find_spec("triton") is None:
+            raise RequestError(
+                "backend.experts triton needs the package triton, which is not installed; choose grouped."
+            )
+        from bmoe.model.experts.triton import TritonExperts
+
+        return TritonExperts(experts, width, expert_width, ffn, bias)
     raise RequestError(f"backend.experts is {kind!r}; choose one of {', '.join(KINDS)}.")

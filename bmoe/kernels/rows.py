@@ -1,0 +1,195 @@
+"""Moving rows between token order and expert order: stable counting sort, spread (gather) and combine (gather-sum).
+
+Shapes: T tokens, D width, E experts, K top-k, N = T x K slots (slot n = t K + k); B blocks of the counting sort.
+
+Mathematics
+    row_of_slot[n]  = #{m : id[m] < id[n]} + #{m < n : id[m] = id[n]}          (-1 where id[n] = E, "no expert")
+    slot_of_row     = the inverse permutation, defined for rows below offsets[E - 1]
+    offsets[e]      = #{m : id[m] <= e},  e < E
+    spread(x)[row_of_slot[t K + k]] = x[t]                                     [T, D] -> [N, D]
+    combine(r)[t]   = sum over k of r[row_of_slot[t K + k]] in fp32            [N, D] -> [T, D], the transpose of spread
+
+Bytes (bf16, floor; no FLOPs to speak of)
+    sort     8 N in, 8 N out, and B E int32 counters that stay in L2
+    spread   2 T D in, 2 N D out: each token is read once and written K times
+    combine  2 N D in, 2 T D out: no atomics, one writer per row, the same bits on every run
+
+Nothing here depends on how many rows an expert got: no value is read on the host. Rows at or beyond
+offsets[E - 1] are neither read nor written. How near the kernels come to the floor: docs/kernels.md.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Order(NamedTuple):
+    """Both directions of the sort, int32; rows of `slot_of_row_N` beyond `offsets_E[-1]` are undefined."""
+
+    row_of_slot_N: Tensor
+    slot_of_row_N: Tensor
+    offsets_E: Tensor
+
+
+def row_tile(width: int, elements: int = 2048, widest: int = 1024) -> tuple[int, int]:
+    """(rows, columns) of a tile of about `elements`, for rows of `width`.
+
+    Columns: the largest power of two that divides `width`, so that no lane is masked off (1280 = 5 x 256); where that
+    is below 64 (odd widths) the next power of two above `width`, with a mask.
+    """
+    columns = min(width & -width, widest)
+    if columns < 64:
+        columns = min(triton.next_power_of_2(width), widest)
+    return max(elements // columns, 1), columns
+
+
+@triton.jit
+def _count_kernel(ids_N, counts_BE, n_slots, EXPERTS_P2: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.arange(0, EXPERTS_P2)
+    ids = tl.load(ids_N + slot, mask=slot < n_slots, other=EXPERTS_P2).to(tl.int32)
+    hit = (ids[:, None] == expert[None, :]).to(tl.int32)
+    tl.store(counts_BE + block * EXPERTS_P2 + expert, tl.sum(hit, axis=0))
+
+
+@triton.jit
+def _place_kernel(
+    ids_N,
+    counts_BE,
+    row_of_slot_N,
+    slot_of_row_N,
+    offsets_E,
+    n_slots,
+    n_blocks,
+    EXPERTS: tl.constexpr,
+    EXPERTS_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS_P2)
+    total = tl.zeros([EXPERTS_P2], tl.int32)
+    before = tl.zeros([EXPERTS_P2], tl.int32)
+    for first in range(0, n_blocks, CHUNK):
+        b = first + tl.arange(0, CHUNK)
+        counts = tl.load(counts_BE + b[:, None] * EXPERTS_P2 + expert[None, :], mask=(b < n_blocks)[:, None], other=0)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((b < block)[:, None], counts, 0), axis=0)
+    # Ids at or above EXPERTS ("no expert") may fall into padding columns of the counters: they own no row.
+    total = tl.where(expert < EXPERTS, total, 0)
+    ends = tl.cumsum(total, axis=0)
+    if block == 0:
+        tl.store(offsets_E + expert, ends, mask=expert < EXPERTS)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_N + slot, mask=slot < n_slots, other=EXPERTS_P2).to(tl.int32)
+    hit = (ids[:, None] == expert[None, :]).to(tl.int32)
+    rank = tl.cumsum(hit, axis=0) - 1
+    row = tl.sum(hit * (rank + (ends - total + before)[None, :]), axis=1)
+    real = (ids < EXPERTS) & (slot < n_slots)
+    tl.store(row_of_slot_N + slot, tl.where(real, row, -1), mask=slot < n_slots)
+    tl.store(slot_of_row_N + row, slot, mask=real)
+
+
+def sort_slots(experts_TK: Tensor, experts: int) -> Order:
+    """Stable counting sort of the N expert ids (int64, each in [0, experts]) in two launches."""
+    ids_N = experts_TK.reshape(-1)
+    n = ids_N.numel()
+    row_of_slot_N = torch.empty(n, dtype=torch.int32, device=ids_N.device)
+    slot_of_row_N = torch.empty_like(row_of_slot_N)
+    if n == 0:
+        return Order(row_of_slot_N, slot_of_row_N, torch.zeros(experts, dtype=torch.int32, device=ids_N.device))
+    experts_p2 = triton.next_power_of_2(experts)
+    block = min(max(32768 // experts_p2, 16), 1024, max(triton.next_power_of_2(n), 16))
+    blocks = triton.cdiv(n, block)
+    counts_BE = torch.empty(blocks, experts_p2, dtype=torch.int32, device=ids_N.device)
+    offsets_E = torch.empty(experts, dtype=torch.int32, device=ids_N.device)
+    warps = 16 if block * experts_p2 > 16384 else 4
+    _count_kernel[(blocks,)](ids_N, counts_BE, n, experts_p2, block, num_warps=warps)
+    chunk = min(triton.next_power_of_2(blocks), max(8192 // experts_p2, 1))
+    _place_kernel[(blocks,)](
+        ids_N, counts_BE, row_of_slot_N, slot_of_row_N, offsets_E, n, blocks, experts, experts_p2, block, chunk,
+        num_warps=warps,
+    )  # fmt: skip
+    return Order(row_of_slot_N, slot_of_row_N, offsets_E)
+
+
+def sort_slots_reference(experts_TK: Tensor, experts: int) -> Order:
+    """Plain-torch twin of `sort_slots`; undefined rows hold 0."""
+    ids_N = experts_TK.reshape(-1)
+    order_N = torch.argsort(ids_N, stable=True)
+    row_of_slot_N = torch.empty_like(order_N)
+    row_of_slot_N[order_N] = torch.arange(order_N.numel(), device=ids_N.device)
+    real_N = ids_N < experts
+    counts_E = torch.bincount(ids_N, minlength=experts + 1)[:experts]
+    slot_of_row_N = torch.where(real_N[order_N], order_N, 0)
+    return Order(torch.where(real_N, row_of_slot_N, -1).int(), slot_of_row_N.int(), counts_E.cumsum(0).int())
+
+
+@triton.jit
+def _spread_kernel(
+    x_TD, rows_ND, row_of_slot_N, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (token < tokens)[:, None] & (column < D)[None, :]
+    x = tl.load(x_TD + token[:, None].to(tl.int64) * D + column[None, :], mask=inside)
+    for k in tl.static_range(K):
+        row = tl.load(row_of_slot_N + token * K + k, mask=token < tokens, other=-1)
+        tl.store(rows_ND + row[:, None].to(tl.int64) * D + column[None, :], x, mask=inside & (row >= 0)[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    rows_ND, y_TD, row_of_slot_N, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (token < tokens)[:, None] & (column < D)[None, :]
+    y = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(row_of_slot_N + token * K + k, mask=token < tokens, other=-1)
+        y += tl.load(
+            rows_ND + row[:, None].to(tl.int64) * D + column[None, :], mask=inside & (row >= 0)[:, None], other=0.0
+        ).to(tl.float32)
+    tl.store(y_TD + token[:, None].to(tl.int64) * D + column[None, :], y.to(y_TD.dtype.element_ty), mask=inside)
+
+
+def spread(x_TD: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
+    """Each token's row copied to the K rows of its slots: [N, D]; rows without a slot stay uninitialised."""
+    tokens, width = x_TD.shape
+    rows_ND = x_TD.new_empty(tokens * k, width)
+    if rows_ND.numel():
+        rows, columns = row_tile(width)
+        grid = (triton.cdiv(tokens, rows), triton.cdiv(width, columns))
+        _spread_kernel[grid](x_TD.contiguous(), rows_ND, row_of_slot_N, tokens, width, k, rows, columns, num_warps=4)
+    return rows_ND
+
+
+def combine(rows_ND: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
+    """Sum of each token's K rows in fp32, rounded once to the rows' dtype: [T, D]."""
+    width = rows_ND.shape[1]
+    tokens = row_of_slot_N.numel() // k
+    y_TD = rows_ND.new_empty(tokens, width)
+    if y_TD.numel():
+        rows, columns = row_tile(width, elements=1024)
+        grid = (triton.cdiv(tokens, rows), triton.cdiv(width, columns))
+        _combine_kernel[grid](rows_ND, y_TD, row_of_slot_N, tokens, width, k, rows, columns, num_warps=4)
+    return y_TD
+
+
+def spread_reference(x_TD: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
+    """Plain-torch twin of `spread`; rows without a slot hold 0."""
+    rows_ND = x_TD.new_zeros(x_TD.shape[0] * k, x_TD.shape[1])
+    real_N = row_of_slot_N >= 0
+    rows_ND[row_of_slot_N[real_N].long()] = x_TD.repeat_interleave(k, dim=0)[real_N]
+    return rows_ND
+
+
+def combine_reference(rows_ND: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
+    """Plain-torch twin of `combine`."""
+    picked_ND = torch.where((row_of_slot_N >= 0)[:, None], rows_ND[row_of_slot_N.clamp(min=0).long()], 0)
+    return picked_ND.unflatten(0, (-1, k)).sum(1, dtype=torch.float32).to(rows_ND.dtype)
