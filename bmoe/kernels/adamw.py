@@ -12,13 +12,11 @@ Step (Loshchilov and Hutter 2019, eq. as in torch.optim.AdamW), with G = gradien
 skipping a non-finite step need no host sync; keep = 0 leaves everything as it is.
 
 Bytes per weight: read 2 (gradient) + 2 + 2 + 2 s (moments of s bytes), write 2 + 2 + 2 s: 26 with fp32 moments, 18 with
-bf16 moments. About 20 operations: limited by memory.
+bf16 moments. About 20 operations: limited by memory. The one-pass kernel is kernels/adamw_triton.py; here is the plain twin.
 """
 
 import torch
 from torch import Tensor
-
-BLOCK = 4096
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,55 +46,3 @@ def adamw_torch(master: Tensor, gradient: Tensor, m: Tensor, v: Tensor, scalars:
     m.copy_(torch.where(kept, new_m, m.to(master.dtype)))
     v.copy_(torch.where(kept, new_v, v.to(master.dtype)))
     master.copy_(torch.where(kept, new, master))
-
-
-def _kernel():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(weight_p, low_p, gradient_p, m_p, v_p, scalars_p, n, b1, b2, eps, weight_decay, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-        keep = tl.load(scalars_p + 4)
-        if keep > 0:
-            scale = tl.load(scalars_p)
-            lr = tl.load(scalars_p + 1)
-            correction1 = tl.load(scalars_p + 2)
-            root_correction2 = tl.load(scalars_p + 3)
-            at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            inside = at < n
-            g = tl.load(gradient_p + at, mask=inside, other=0.0).to(tl.float32) * scale
-            m = tl.load(m_p + at, mask=inside, other=0.0).to(tl.float32) * b1 + g * (1.0 - b1)
-            v = tl.load(v_p + at, mask=inside, other=0.0).to(tl.float32) * b2 + g * g * (1.0 - b2)
-            if SPLIT:
-                low = tl.load(low_p + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
-                high = tl.load(weight_p + at, mask=inside, other=0).to(tl.int32)
-                master = (((high - (low >> 15)) << 16) | low).to(tl.float32, bitcast=True)
-            else:
-                master = tl.load(weight_p + at, mask=inside, other=0.0)
-            update = (m / correction1) / (tl.sqrt(v) / root_correction2 + eps)
-            master = master * (1.0 - lr * weight_decay) - lr * update
-            tl.store(m_p + at, m.to(m_p.dtype.element_ty), mask=inside)
-            tl.store(v_p + at, v.to(v_p.dtype.element_ty), mask=inside)
-            if SPLIT:
-                bits = master.to(tl.int32, bitcast=True)
-                tl.store(low_p + at, bits.to(tl.int16), mask=inside)
-                tl.store(weight_p + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
-            else:
-                tl.store(weight_p + at, master, mask=inside)
-
-    return kernel
-
-
-_compiled: dict[str, object] = {}
-
-
-def adamw_triton(weight: Tensor, low: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, scalars: Tensor,
-                 b1: float, b2: float, eps: float, weight_decay: float) -> None:
-    """One AdamW step in one kernel, in place. `weight` is bf16 with `low` int16, or fp32 with low None. All contiguous."""
-    kernel = _compiled.setdefault("adamw", None) or _compiled.update(adamw=_kernel()) or _compiled["adamw"]
-    n = weight.numel()
-    view = weight.view(torch.int16) if low is not None else weight
-    kernel[(-(-n // BLOCK),)](
-        view, low if low is not None else weight, gradient, m, v, scalars, n, b1, b2, eps, weight_decay,
-        SPLIT=low is not None, BLOCK=BLOCK, num_warps=8,
-    )

@@ -1,0 +1,149 @@
+"""AdamW with fp32 masters, decoupled weight decay on matrices only, one global clip, and no host sync.
+
+Weights in bf16 keep their masters (see kernels/adamw.py); weights in fp32 or fp64 are their own masters. A gradient that is
+accumulated over several batches is summed in fp32, never in bf16. A step whose gradient norm is not finite changes nothing
+and is counted, on the device.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from bmoe.kernels.adamw import adamw_torch, join_master, split_master
+from bmoe.recipe import OptimizerSection, ScheduleSection
+
+
+def learning_rate(step: int, peak: float, schedule: ScheduleSection, steps: int) -> float:
+    """Rate of step `step` (1-based): linear warm-up over `warmup_steps`, then decay to final_fraction x peak at `steps`."""
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    if schedule.decay == "constant" or steps <= schedule.warmup_steps:
+        return peak
+    progress = min(1.0, (step - schedule.warmup_steps) / (steps - schedule.warmup_steps))
+    shape = 1.0 - progress if schedule.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (schedule.final_fraction + (1.0 - schedule.final_fraction) * shape)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lives on this rank (DTensor), or the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class AdamW:
+    """AdamW over named parameters.
+
+    Args:
+        parameters: (name, parameter) pairs. bf16 parameters keep fp32 masters, taken from `masters` if given.
+        section: the recipe's optimizer section.
+        accumulate: whether several backward passes make one step.
+        masters: fp32 values of the bf16 parameters before they were rounded.
+        reduce: sums a 0-dim fp32 tensor over the ranks that share the parameters (identity for one process).
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection, accumulate: bool = False,
+                 masters: dict[str, Tensor] | None = None, reduce: Callable[[Tensor], Tensor] = lambda x: x):
+        self.section, self.reduce = section, reduce
+        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        self.low: dict[str, Tensor] = {}
+        self.m: dict[str, Tensor] = {}
+        self.v: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.step_count = 0  # host count of attempted steps; the device subtracts the skipped ones
+        for name, p in self.parameters.items():
+            here = local(p.data)
+            if p.dtype == torch.bfloat16:
+                source = local(masters[name]) if masters else here.float()
+                high, self.low[name] = split_master(source.to(here.device))
+                here.copy_(high)
+                if accumulate:
+                    self.sums[name] = torch.zeros_like(here, dtype=torch.float32)
+                    p.register_post_accumulate_grad_hook(self._accumulate(name))
+            dtype = torch.bfloat16 if section.state_dtype == "bf16" else (here.dtype if p.dtype == torch.float64 else torch.float32)
+            self.m[name] = torch.zeros_like(here, dtype=dtype)
+            self.v[name] = torch.zeros_like(here, dtype=dtype)
+        device = next(iter(self.m.values())).device
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _accumulate(self, name: str) -> Callable[[nn.Parameter], None]:
+        def hook(p: nn.Parameter) -> None:
+            self.sums[name] += local(p.grad)
+            p.grad = None
+
+        return hook
+
+    def gradient(self, name: str) -> Tensor:
+        """This rank's part of a gradient. Raises if a parameter has none: every weight must train."""
+        if name in self.sums:
+            return self.sums[name]
+        p = self.parameters[name]
+        if p.grad is None:
+            raise RuntimeError(f"{name} has no gradient")
+        return local(p.grad)
+
+    def global_norm(self) -> Tensor:
+        """L2 norm of the whole gradient, fp32 or fp64 [] on the device, equal on every rank."""
+        gradients = [self.gradient(name) for name in self.parameters]
+        wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide))
+        return self.reduce(norms.square().sum()).sqrt()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Tensor:
+        """Clip, update, clear the gradients. Returns the norm before clipping; a non-finite one skips the step."""
+        s = self.section
+        norm = self.global_norm()
+        keep = norm.isfinite()
+        self.skipped += ~keep
+        self.skipped_in_a_row = torch.where(keep, 0, self.skipped_in_a_row + 1)
+        self.step_count += 1
+        taken = (self.step_count - self.skipped).clamp(min=1).to(torch.float64)
+        scale = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
+        b1, b2 = s.betas
+        scalars = torch.stack([
+            x.to(torch.float64) for x in (scale, torch.full_like(norm, lr), 1.0 - b1**taken, (1.0 - b2**taken).sqrt(), keep)
+        ])
+        for name, p in self.parameters.items():
+            decay = s.weight_decay if p.ndim >= 2 else 0.0
+            self._update(name, local(p.data), scalars if p.dtype == torch.float64 else scalars.float(), b1, b2, s.eps, decay)
+        self.clear()
+        return norm
+
+    def _update(self, name: str, weight: Tensor, scalars: Tensor, b1: float, b2: float, eps: float, decay: float) -> None:
+        low, gradient, m, v = self.low.get(name), self.gradient(name), self.m[name], self.v[name]
+        if weight.is_cuda and weight.dtype != torch.float64:
+            from bmoe.kernels.adamw_triton import adamw_triton  # Triton comes with CUDA builds of torch only
+
+            adamw_triton(weight, low, gradient.contiguous(), m, v, scalars, b1, b2, eps, decay)
+            return
+        master = weight if low is None else join_master(weight, low)
+        adamw_torch(master, gradient, m, v, scalars, b1, b2, eps, decay)
+        if low is not None:
+            high, new_low = split_master(master)
+            weight.copy_(high)
+            low.copy_(new_low)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for name, p in self.parameters.items():
+            p.grad = None
+            if name in self.sums:
+                self.sums[name].zero_()
+
+    def master(self, name: str) -> Tensor:
+        """The fp32 (or fp64) master of a parameter, this rank's part."""
+        here = local(self.parameters[name].data)
+        return join_master(here, self.low[name]) if name in self.low else here
+
+    @torch.no_grad()
+    def load_master(self, name: str, value: Tensor) -> None:
+        """Set a master from a checkpoint."""
+        here = local(self.parameters[name].data)
+        if name in self.low:
+            high, low = split_master(value.float())
+            here.copy_(high)
+            self.low[name].copy_(low)
+        else:
+            here.copy_(value)
