@@ -1,0 +1,36 @@
+"""The Mixture-of-Experts feed-forward layer: a router, routed experts, and optionally a shared one.
+
+Legend: T tokens, D width, F expert width, E experts, K top-k.
+
+Routing and applying are two calls, so that a block may recompute the second in the backward pass with the choice of
+experts saved: a second routing could differ at near ties, and would count the load twice.
+"""
+
+from torch import Tensor, nn
+
+from bmoe.model.experts import build_experts
+from bmoe.model.layers import FeedForward, Layout
+from bmoe.model.router import Router, Routing
+from bmoe.recipe import BackendSection, ModelSection
+
+
+class MoE(nn.Module):
+    """y_t = sum over the chosen e of weight_te * expert_e(x_t) + shared(x_t); dropless."""
+
+    def __init__(self, model: ModelSection, backend: BackendSection, layer: int):
+        super().__init__()
+        moe = model.moe
+        self.router = Router(
+            model.width, moe.experts, moe.top_k, moe.score, moe.normalize_weights, moe.groups, moe.groups_kept, moe.jitter, layer
+        )
+        kind = "grouped" if backend.experts == "auto" else backend.experts
+        self.experts = build_experts(kind, moe.experts, model.width, moe.expert_width, model.ffn, model.bias)
+        shared = moe.shared_experts * moe.expert_width
+        self.shared = FeedForward(model.ffn, model.width, shared, model.bias) if shared else None
+
+    def route(self, x_TD: Tensor, layout: Layout) -> Routing:
+        return self.router(x_TD, layout)
+
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        y_TD = self.experts(x_TD, experts_TK, weights_TK)
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
