@@ -83,6 +83,8 @@ def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tenso
 class GroupedExperts(Experts):
     """Sort, gather, grouped GEMM, activation, grouped GEMM, combine."""
 
+    matmul = staticmethod(grouped_linear)  # low-precision emulation puts its own here
+
     def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """y_TD in x's dtype; the sum over K is in fp32 (float64 for float64 input)."""
         k = experts_TK.shape[1]
@@ -92,11 +94,11 @@ class GroupedExperts(Experts):
 
         x_ND = torch.where(real_N1, _Gather.apply(x_TD, order_N, inverse_N, k), 0)
         weights_N = weights_TK.reshape(-1)[order_N]
-        h_NC = torch.where(real_N1, grouped_linear(x_ND, self.gate_up.to(x_TD.dtype), offsets_E), 0)
+        h_NC = torch.where(real_N1, self.matmul(x_ND, self.gate_up.to(x_TD.dtype), offsets_E), 0)
         if self.gate_up_bias is not None:
             h_NC = h_NC + self.gate_up_bias.to(x_TD.dtype)[expert_N]
         a_NF = torch.where(real_N1, self.activate(h_NC, weights_N), 0).to(x_TD.dtype)
-        y_ND = grouped_linear(a_NF, self.down.to(x_TD.dtype), offsets_E)
+        y_ND = self.matmul(a_NF, self.down.to(x_TD.dtype), offsets_E)
         if self.down_bias is not None:
             wide = torch.promote_types(x_TD.dtype, torch.float32)
             y_ND = (y_ND.to(wide) + weights_N[:, None].to(wide) * self.down_bias.to(wide)[expert_N]).to(x_TD.dtype)
