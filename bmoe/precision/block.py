@@ -60,4 +60,4 @@ def quantize_dequantize(x: torch.Tensor, axis: int | None = -1) -> torch.Tensor:
     """`dequantize(*quantize(x, axis), axis)` in x's dtype, without the detour over bytes."""
     cut, scale = _cut(x, axis)
     rounded = round_to(saturate(cut.float() * scale, E4M3), E4M3)
-    return _join(rounded * (1.0 / scale), axis, x).to(x.dtype)
+    return _join(rounded.mul_(1.0 / scale), axis, x).to(x.dtype)

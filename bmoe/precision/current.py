@@ -37,4 +37,4 @@ def dequantize(codes: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
 def quantize_dequantize(x: torch.Tensor, form: Float8 = E4M3) -> torch.Tensor:
     """`dequantize(*quantize(x, form))` in x's dtype."""
     scale = _scale(x, form)
-    return (round_to(saturate(x.float() * scale, form), form) * (1.0 / scale)).to(x.dtype)
+    return round_to(saturate(x.float() * scale, form), form).mul_(1.0 / scale).to(x.dtype)

@@ -34,8 +34,8 @@ E5M2 = Float8(torch.float8_e5m2, 57344.0, 2, -14)
 
 
 def saturate(values: torch.Tensor, form: Float8) -> torch.Tensor:
-    """float32 values clamped to the format's finite range; +-Inf become +-maximum, NaN stays NaN."""
-    return values.clamp(-form.maximum, form.maximum)
+    """float32 `values` clamped in place to the format's finite range; +-Inf become +-maximum, NaN stays NaN."""
+    return values.clamp_(-form.maximum, form.maximum)
 
 
 def round_to(values: torch.Tensor, form: Float8) -> torch.Tensor:
@@ -43,7 +43,7 @@ def round_to(values: torch.Tensor, form: Float8) -> torch.Tensor:
     exponent = (values.view(torch.int32) & EXPONENT_MASK_FP32).clamp_(min=(form.min_exponent + BIAS_FP32) << 23)
     shift = MANTISSA_BITS_FP32 - form.mantissa
     anchor = exponent.add_(shift << 23).bitwise_or_(0x400000).view(torch.float32)  # 1.5 x 2^(e + shift)
-    return (values + anchor) - anchor
+    return (values + anchor).sub_(anchor)
 
 
 def encode(values: torch.Tensor, form: Float8) -> torch.Tensor:

@@ -62,4 +62,4 @@ def dequantize(codes: torch.Tensor, exponents: torch.Tensor, axis: int = -1) -> 
 def quantize_dequantize(x: torch.Tensor, axis: int = -1) -> torch.Tensor:
     """`dequantize(*quantize(x, axis), axis)` in x's dtype, without the detour over bytes."""
     scaled, exponents = _scaled(x, axis)
-    return blocks.join(round_to(scaled, E4M3) * scales(exponents), axis, x.shape[axis]).to(x.dtype)
+    return blocks.join(round_to(scaled, E4M3).mul_(scales(exponents)), axis, x.shape[axis]).to(x.dtype)

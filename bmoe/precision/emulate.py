@@ -1,0 +1,193 @@
+"""Training in a low precision this machine lacks: GEMM inputs are rounded to the format, the GEMM runs in x's dtype.
+
+A linear layer y_NO = x_NI w_OI^T is three GEMMs, and each rounds both of its inputs along its own contraction:
+
+| GEMM  | computes           | contracts over | x           | w           | dy          |
+|-------|--------------------|----------------|-------------|-------------|-------------|
+| fprop | y = x w^T          | I              | along rows  | along rows  |             |
+| dgrad | dx = dy w          | O              |             | down columns| along rows  |
+| wgrad | dw = dy^T x        | N (per expert) | down columns|             | down columns|
+
+Both copies come from the high-precision tensor. For experts, blocks down the columns of N start anew at each expert's
+first row, as every expert's rows are a tensor of their own on the GPU (there padded with zero rows, which change
+nothing here). Products of E4M3 numbers times powers of two are exact in bf16 and fp32, so what differs from a real
+FP8 GEMM is only the order of an fp32 accumulation.
+
+- mxfp8: blocks of 32, E4M3 for x, w and dy.
+- fp8_block: blocks of 128 for x and dy, squares of 128 x 128 for w (one copy serves both directions), E4M3.
+- fp8_current: one scale for x, w and dy of each expert; x and w in E4M3, dy in E5M2. The inverse scales multiply the
+  result, in its dtype, where the GPU multiplies its fp32 accumulator.
+
+Biases, activations, the router, norms, attention, embedding, head and the optimizer stay in high precision.
+Shapes: N rows, I inputs, O outputs, E experts.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bmoe.errors import RequestError
+from bmoe.precision import blocks, current
+from bmoe.precision.float8 import E4M3, E5M2, Float8, round_to, saturate
+from bmoe.precision.groups import group_of_rows, rounded_copies, rounded_weight
+from bmoe.recipe import PrecisionSection
+
+KINDS = ("mxfp8", "fp8_block", "fp8_current")
+
+
+class Operand(NamedTuple):
+    """A rounded GEMM input: `values` in the high-precision dtype; times `inverse` [groups] if that is not None."""
+
+    values: Tensor
+    inverse: Tensor | None = None
+
+
+def _current_rows(x_NI: Tensor, offsets_E: Tensor | None, form: Float8) -> Operand:
+    """One scale per group of rows; values stay scaled, as float8 integers of a sort: exact in bf16."""
+    if offsets_E is None:
+        amax = blocks.amax(x_NI.reshape(1, -1), -1).view(1) if x_NI.numel() else x_NI.new_zeros(1, dtype=torch.float32)
+        scale_G = current.scales(amax, form)
+        scale_N1 = scale_G
+    else:
+        group_N = group_of_rows(offsets_E, x_NI.shape[0])
+        amax_N = blocks.amax(x_NI, -1).squeeze(-1)
+        amax_G = amax_N.new_zeros(offsets_E.numel() + 1).scatter_reduce(0, group_N, amax_N, "amax")
+        scale_G = current.scales(amax_G, form)
+        scale_N1 = scale_G[group_N][:, None]
+    values = round_to(saturate(x_NI.float() * scale_N1, form), form).to(x_NI.dtype)
+    return Operand(values, 1.0 / scale_G)
+
+
+def _current_weight(w: Tensor) -> Operand:
+    """One scale per expert of w_EOI, or for the whole w_OI."""
+    w_EOI = w if w.ndim == 3 else w[None]
+    scale_E = current.scales(blocks.amax(w_EOI.flatten(1), -1).squeeze(-1), E4M3)
+    values = round_to(saturate(w_EOI.float() * scale_E[:, None, None], E4M3), E4M3).to(w.dtype)
+    return Operand(values.view(w.shape), 1.0 / scale_E)
+
+
+def _inputs(x_NI: Tensor, offsets_E: Tensor | None, kind: str, form: Float8) -> tuple[Operand, Operand]:
+    """x or dy (format `form` under fp8_current) with blocks along its rows, and with blocks down its columns."""
+    if kind == "fp8_current":
+        both = _current_rows(x_NI, offsets_E, form)
+        return both, both
+    along, down = rounded_copies(x_NI, kind, offsets_E)
+    return Operand(along), Operand(down)
+
+
+def _weight(w: Tensor, kind: str, axis: int) -> Operand:
+    """w_OI or w_EOI with blocks along `axis`: -1 for fprop, -2 for dgrad."""
+    return _current_weight(w) if kind == "fp8_current" else Operand(rounded_weight(w, kind, axis))
+
+
+def _rescale_rows(y_NO: Tensor, a: Operand, b: Operand, offsets_E: Tensor | None) -> Tensor:
+    """y times the inverse scales of its row's group; rows beyond the last group keep 1 as the weight's factor."""
+    if a.inverse is None or b.inverse is None:
+        return y_NO
+    if offsets_E is None:
+        return y_NO * (a.inverse * b.inverse).to(y_NO.dtype)
+    factor_G = a.inverse * functional.pad(b.inverse, (0, 1), value=1.0)
+    return (y_NO * factor_G[group_of_rows(offsets_E, y_NO.shape[0])][:, None]).to(y_NO.dtype)
+
+
+def _weight_gradient(dy_NO: Tensor, x_NI: Tensor, offsets_E: Tensor | None) -> Tensor:
+    """dy^T x: [O, I], or one per expert [E, O, I]."""
+    if offsets_E is None:
+        return dy_NO.T @ x_NI
+    aligned = all(t.shape[1] * t.element_size() % 16 == 0 for t in (dy_NO, x_NI))
+    if aligned and x_NI.dtype == torch.bfloat16 and x_NI.shape[0] > 0:
+        return torch._grouped_mm(dy_NO.t(), x_NI, offs=offsets_E)
+    ends = offsets_E.tolist()
+    spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return torch.stack([dy_NO[span].T @ x_NI[span] for span in spans])
+
+
+class _Product(torch.autograd.Function):
+    """product(x, w[, offsets]) with rounded inputs, and both of its gradients with rounded inputs."""
+
+    @staticmethod
+    def forward(ctx, x_NI: Tensor, w: Tensor, offsets_E: Tensor | None, kind: str, product: Callable) -> Tensor:
+        ctx.kind, ctx.product, ctx.dtype = kind, product, x_NI.dtype
+        along, down = _inputs(x_NI, offsets_E, kind, E4M3)
+        weight = _weight(w, kind, -1)
+        ctx.save_for_backward(down.values, down.inverse, w, offsets_E)
+        groups = () if offsets_E is None else (offsets_E,)
+        return _rescale_rows(product(along.values, weight.values, *groups), along, weight, offsets_E)
+
+    @staticmethod
+    def backward(ctx, dy_NO: Tensor):
+        x_values, x_inverse, w, offsets_E = ctx.saved_tensors
+        along, down = _inputs(dy_NO.contiguous(), offsets_E, ctx.kind, E5M2)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            weight = _weight(w, ctx.kind, -2)
+            groups = () if offsets_E is None else (offsets_E,)
+            dx = _rescale_rows(ctx.product(along.values, weight.values.transpose(-1, -2), *groups), along, weight, offsets_E)
+        if ctx.needs_input_grad[1]:
+            dw = _weight_gradient(down.values, x_values, offsets_E)
+            if down.inverse is not None:
+                factor = down.inverse * x_inverse
+                dw = dw * (factor if offsets_E is None else factor[:-1, None, None]).to(dw.dtype)
+        return dx, dw, None, None, None
+
+
+class EmulatedProduct:
+    """Stands in for an experts module's `matmul`: `product(x_nI, w_OI)` or `product(x_NI, w_EOI, offsets_E)`."""
+
+    def __init__(self, kind: str, product: Callable[..., Tensor]):
+        self.kind, self.product = kind, product
+
+    def __call__(self, x: Tensor, w: Tensor, offsets_E: Tensor | None = None) -> Tensor:
+        return _Product.apply(x, w, offsets_E, self.kind, self.product)
+
+
+class EmulatedLinear(nn.Linear):
+    """A linear layer that shares the parameters of `linear` and rounds its GEMM inputs."""
+
+    def __init__(self, linear: nn.Linear, kind: str):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.kind = linear.in_features, linear.out_features, kind
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., I] -> [..., O] in x's dtype."""
+        y = _Product.apply(x.reshape(-1, x.shape[-1]), self.weight, None, self.kind, functional.linear)
+        y = y.view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def low_precision_layers(layers: int, precision: PrecisionSection) -> range:
+    """Indices of the layers that are not kept in high precision."""
+    return range(precision.high_precision_layers.first, layers - precision.high_precision_layers.last)
+
+
+def emulate(model: nn.Module, precision: PrecisionSection, linears: bool = False) -> list[str]:
+    """Round the GEMM inputs of `model.layers` to `precision.kind`, in place; returns the names of what was changed.
+
+    Experts always; with `linears` every linear layer of the blocks too. Layers named by `high_precision_layers` keep
+    their precision. Call it before compiling or sharding the model. Raises RequestError for a kind that cannot be
+    emulated, and for experts whose products cannot be replaced.
+    """
+    kind = precision.kind
+    if kind not in KINDS:
+        raise RequestError(f"precision.emulate: {kind} cannot be emulated; precision.kind must be one of {', '.join(KINDS)}")
+    changed = []
+    for index in low_precision_layers(len(model.layers), precision):
+        layer = model.layers[index]
+        for name, module in list(layer.named_modules()):
+            place = f"layers.{index}.{name}"
+            if hasattr(module, "matmul"):
+                module.matmul = EmulatedProduct(kind, module.matmul)
+                changed.append(place)
+            elif hasattr(module, "gate_up") and isinstance(module.gate_up, nn.Parameter):
+                raise RequestError(
+                    f"precision.emulate: {type(module).__name__} in {place} has fused products; set backend.experts to grouped or loop"
+                )
+            elif linears and isinstance(module, nn.Linear):
+                parent, _, leaf = name.rpartition(".")
+                setattr(layer.get_submodule(parent), leaf, EmulatedLinear(module, kind))
+                changed.append(place)
+    return changed

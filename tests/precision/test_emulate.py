@@ -1,0 +1,159 @@
+"""Emulated GEMMs against the recipe written out by hand, per expert, and the errors it must give."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bmoe.errors import RequestError
+from bmoe.model.experts import build_experts
+from bmoe.precision import block, current, mxfp8
+from bmoe.precision.emulate import EmulatedLinear, EmulatedProduct, emulate, low_precision_layers
+from bmoe.precision.float8 import E5M2
+from bmoe.recipe import PrecisionSection
+
+D, F, E, K, T = 96, 64, 4, 2, 75
+
+
+def by_hand(x, w, dy, kind):
+    """y, dx, dw of one linear layer under the recipe's table, without the code under test."""
+    if kind == "mxfp8":
+        def q(t, axis):
+            return mxfp8.quantize_dequantize(t, axis)
+        wr, wc, dr, dc = q(w, -1), q(w, -2), q(dy, -1), q(dy, -2)
+        xr, xc = q(x, -1), q(x, -2)
+    elif kind == "fp8_block":
+        def q(t, axis):
+            return block.quantize_dequantize(t, axis)
+        wr = wc = q(w, None)
+        xr, xc, dr, dc = q(x, -1), q(x, -2), q(dy, -1), q(dy, -2)
+    else:
+        wr = wc = current.quantize_dequantize(w)
+        xr = xc = current.quantize_dequantize(x)
+        dr = dc = current.quantize_dequantize(dy, E5M2)
+    return xr @ wr.T, dr @ wc, dc.T @ xc
+
+
+def inputs(seed=0, rows=T):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, D, generator=g) * torch.logspace(-2, 2, D)
+    return x, torch.randn(F, D, generator=g) / 10, torch.randn(rows, F, generator=g) * torch.logspace(-4, 1, F)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
+def test_linear_is_the_recipe(kind):
+    x, w, dy = inputs()
+    linear = nn.Linear(D, F, bias=True)
+    linear.weight.data.copy_(w)
+    emulated = EmulatedLinear(linear, kind)
+    assert emulated.weight is linear.weight and emulated.state_dict().keys() == linear.state_dict().keys()
+    x.requires_grad_()
+    y = emulated(x)
+    y.backward(dy)
+    expected = by_hand(x.detach(), w, dy, kind)
+    for got, want in zip((y - linear.bias, x.grad, linear.weight.grad), expected, strict=True):
+        assert (got - want).norm() < 2e-6 * want.norm()
+    assert torch.allclose(linear.bias.grad, dy.sum(0))
+    # The direct product is visibly different, so agreement above means something.
+    assert (expected[0] - x.detach() @ w.T).norm() > 1e-3 * expected[0].norm()
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("sizes", [(20, 30, 0, 25), (75, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (32, 33, 2, 0)])
+def test_grouped_product_rounds_each_expert_alone(kind, sizes):
+    experts = build_experts("grouped", E, D, F // 2)
+    product = EmulatedProduct(kind, experts.matmul)
+    x, _, dy = inputs(1)
+    w = torch.randn(E, F, D, generator=torch.Generator().manual_seed(2)) * torch.tensor([0.1, 1, 10, 0.01])[:, None, None]
+    offsets = torch.tensor(sizes).cumsum(0).int()
+    end = int(offsets[-1])
+    x[end:] = 0
+    x.requires_grad_(), w.requires_grad_()
+    y = product(x, w, offsets)
+    mask = torch.arange(T)[:, None] < end
+    torch.where(mask, y, 0).backward(dy)
+    start = 0
+    for e, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        start += size
+        if size == 0:
+            assert not w.grad[e].any()
+            continue
+        want = by_hand(x.detach()[rows], w.detach()[e], dy[rows], kind)
+        for got, right in zip((y[rows], x.grad[rows], w.grad[e]), want, strict=True):
+            assert (got - right).norm() < 2e-6 * right.norm()
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
+def test_loop_and_grouped_experts_agree(kind):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(T, D, generator=g)
+    ids = torch.stack([torch.randperm(E - 1, generator=g)[:K] for _ in range(T)])  # the last expert gets nothing
+    ids[-5:] = E
+    weights = torch.rand(T, K, generator=g)
+    results = []
+    for name in ("loop", "grouped"):
+        experts = build_experts(name, E, D, F)
+        torch.manual_seed(4)
+        experts.reset_parameters()
+        holder = nn.Module()
+        holder.layers = nn.ModuleList([experts])
+        assert emulate(holder, PrecisionSection(kind=kind, emulate=True)) == ["layers.0."]
+        inp = x.clone().requires_grad_()
+        y = experts(inp, ids, weights)
+        y.square().sum().backward()
+        results.append((y, inp.grad, experts.gate_up.grad, experts.down.grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6 * b.detach().abs().max().item())
+    assert not results[0][0][-5:].any() and not results[1][1][-5:].any()
+    assert not results[1][2][E - 1].any()
+
+
+def test_bf16_rounds_to_the_same_values():
+    x, w, dy = inputs(5)
+    x, w, dy = x.bfloat16(), w.bfloat16(), dy.bfloat16()
+    x.requires_grad_()
+    y = EmulatedProduct("mxfp8", functional.linear)(x, w)
+    y.backward(dy)
+    wide = by_hand(x.detach().float(), w.float(), dy.float(), "mxfp8")
+    assert torch.allclose(y.float(), wide[0], rtol=2**-7, atol=1e-2)
+    assert torch.allclose(x.grad.float(), wide[1], rtol=2**-7, atol=1e-2)
+
+
+class Toy(nn.Module):
+    def __init__(self, layers=4, kind="grouped"):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            layer = nn.Module()
+            layer.linear = nn.Linear(32, 32)
+            layer.experts = build_experts(kind, 2, 32, 32)
+            self.layers.append(layer)
+
+
+def test_first_and_last_layers_and_linears_follow_the_recipe():
+    section = PrecisionSection(kind="mxfp8", high_precision_layers={"first": 1, "last": 1})
+    assert list(low_precision_layers(4, section)) == [1, 2]
+    assert emulate(Toy(), section) == ["layers.1.experts", "layers.2.experts"]
+    model = Toy()
+    keys = list(model.state_dict())
+    assert emulate(model, section, linears=True) == ["layers.1.linear", "layers.1.experts", "layers.2.linear", "layers.2.experts"]
+    assert list(model.state_dict()) == keys
+    assert type(model.layers[0].linear) is nn.Linear and type(model.layers[1].linear) is EmulatedLinear
+
+
+def test_what_cannot_be_emulated_is_refused():
+    with pytest.raises(RequestError, match="bf16 cannot be emulated"):
+        emulate(Toy(), PrecisionSection(kind="bf16"))
+    model = Toy()
+    model.layers[0].experts = fused = nn.Module()
+    fused.gate_up = nn.Parameter(torch.zeros(1))
+    with pytest.raises(RequestError, match="backend.experts"):
+        emulate(model, PrecisionSection(kind="mxfp8"))
+
+
+def test_compiles_into_one_graph():
+    linear = EmulatedLinear(nn.Linear(64, 32, bias=False), "mxfp8")
+    x = torch.randn(40, 64)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), linear(x))
