@@ -48,8 +48,8 @@ def build_sampler(shards: Shards, recipe: Recipe, seed: int, sampling: str | Non
 def build_batch(shards: Shards, crops: Crops, recipe: Recipe, seed: int, all_mask: bool = False, slots: int | None = None) -> Batch:
     """Pack crops and apply the recipe's objective. `all_mask`: every MLM target shown as `<mask>`."""
     data = recipe.data
-    packed = pack(shards, crops, slots or data.tokens_per_batch, seed, data.reverse_complement)
     skip_soft = data.soft_mask == "no_loss"
+    packed = pack(shards, crops, slots or data.tokens_per_batch, seed, data.reverse_complement, skip_soft)
     if recipe.objective.kind == "clm":
         inputs, targets = objectives.clm(packed, shards.alphabet, skip_soft)
     else:

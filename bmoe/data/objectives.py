@@ -13,10 +13,8 @@ import numpy as np
 
 from bmoe.data import random
 from bmoe.data.alphabet import Alphabet
-from bmoe.data.packing import Packed
+from bmoe.data.packing import NO_TARGET, Packed
 from bmoe.recipe import ObjectiveSection
-
-IGNORE = -100  # no loss at this slot, as in torch.nn.functional.cross_entropy
 
 
 def mlm(packed: Packed, letters: Alphabet, objective: ObjectiveSection, seed: int, all_mask: bool = False,
@@ -35,7 +33,7 @@ def mlm(packed: Packed, letters: Alphabet, objective: ObjectiveSection, seed: in
     key, place = keys[packed.segments_T[slots]], packed.origin_T[slots].astype(np.uint64) * np.uint64(3)
     chosen = random.uniform(key, place) < objective.mask_fraction
     slots, key, place = slots[chosen], key[chosen], place[chosen]
-    targets_T = np.full(tokens_T.size, IGNORE, np.int64)
+    targets_T = np.full(tokens_T.size, NO_TARGET, np.int64)
     targets_T[slots] = tokens_T[slots]
     shown = np.full(slots.size, letters.mask_id, np.int64)
     if not all_mask:
@@ -50,7 +48,7 @@ def mlm(packed: Packed, letters: Alphabet, objective: ObjectiveSection, seed: in
 
 def clm(packed: Packed, letters: Alphabet, skip_soft: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets of causal language modelling, int64 [T] each: the target is the next token of the same crop."""
-    tokens_T, targets_T = packed.tokens_T, np.full(packed.tokens_T.size, IGNORE, np.int64)
+    tokens_T, targets_T = packed.tokens_T, np.full(packed.tokens_T.size, NO_TARGET, np.int64)
     same = (packed.segments_T[1:] == packed.segments_T[:-1]) & (np.arange(1, tokens_T.size) < packed.real)
     legal = same & (tokens_T[1:] != letters.unk_id)
     if skip_soft and packed.soft_T is not None:

@@ -14,6 +14,7 @@ from bmoe.data import random
 from bmoe.data.sampler import Crops
 
 SEGMENT_MULTIPLE = 64
+NO_TARGET = -100  # no loss at this slot, as in torch.nn.functional.cross_entropy
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,11 @@ class Batch:
 
     tokens_T, targets_T (-100: no loss), positions_T (restart per crop), segments_T: int64 [T].
     cu_seqlens: int32 [>= S + 2]. sequence_ids, epochs: int64 [S], which sequence and epoch each crop is of.
+    select_M, picked_M: the slots with a target, filled up with slot 0 to a multiple of `SEGMENT_MULTIPLE`, and their targets,
+    so that the head runs on them alone; None and targets_T where nearly every slot has one (CLM).
     real_tokens: slots before the tail, int64 [] tensor. max_seqlen: an upper bound of every segment's length.
+    targets, residues: number of slots with a target, and of slots that are no special and no tail.
+    pairs: sum of squared crop lengths, which attention's FLOPs are proportional to.
     """
 
     tokens_T: torch.Tensor
@@ -33,8 +38,12 @@ class Batch:
     real_tokens: torch.Tensor
     sequence_ids: torch.Tensor
     epochs: torch.Tensor
+    select_M: torch.Tensor | None
+    picked_M: torch.Tensor
     max_seqlen: int
     targets: int
+    residues: int
+    pairs: int
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device; from pinned memory the copies run in the background."""
@@ -48,7 +57,7 @@ class Batch:
 
     def model_inputs(self) -> dict:
         """The keyword arguments of `Transformer.forward`."""
-        names = ("tokens_T", "positions_T", "segments_T", "cu_seqlens", "max_seqlen", "real_tokens")
+        names = ("tokens_T", "positions_T", "segments_T", "cu_seqlens", "max_seqlen", "real_tokens", "select_M")
         return {name: getattr(self, name) for name in names}
 
 
@@ -66,8 +75,8 @@ class Packed:
     real: int
 
 
-def pack(shards, crops: Crops, slots: int, seed: int, reverse_complement: bool = False) -> Packed:
-    """Lay `crops` out in `slots` slots. Residues come from `shards` without a copy of whole sequences."""
+def pack(shards, crops: Crops, slots: int, seed: int, reverse_complement: bool = False, soft_masked: bool = False) -> Packed:
+    """Lay `crops` out in `slots` slots. `soft_masked` also lays out which residues were lower case."""
     letters = shards.alphabet
     count = crops.slots.size
     ends = np.cumsum(crops.slots)
@@ -90,7 +99,7 @@ def pack(shards, crops: Crops, slots: int, seed: int, reverse_complement: bool =
         tokens_T[span] = letters.complement[ids[::-1]] if flip[s] else ids
         where = np.arange(offset + low, offset + high)
         origin_T[span] = where[::-1] if flip[s] else where
-        soft = shards.soft_mask(int(crops.sequence[s]))
+        soft = shards.soft_mask(int(crops.sequence[s])) if soft_masked else None
         if soft is not None:
             soft_T = np.zeros(slots, bool) if soft_T is None else soft_T
             part = soft[offset + low : offset + high]
@@ -111,11 +120,19 @@ def pack(shards, crops: Crops, slots: int, seed: int, reverse_complement: bool =
 def to_batch(packed: Packed, tokens_T: np.ndarray, targets_T: np.ndarray, max_length: int) -> Batch:
     """The batch of a packed row with an objective's inputs and targets."""
     tail = packed.tokens_T.size - packed.real
+    slots = np.flatnonzero(targets_T >= 0)
+    select_M, picked_M = None, targets_T
+    if slots.size <= targets_T.size // 2:
+        size = max(1, -(-slots.size // SEGMENT_MULTIPLE)) * SEGMENT_MULTIPLE
+        select_M, picked_M = np.zeros(size, np.int64), np.full(size, NO_TARGET, np.int64)
+        select_M[: slots.size], picked_M[: slots.size] = slots, targets_T[slots]
     as_tensor = torch.from_numpy
     return Batch(
         tokens_T=as_tensor(tokens_T), targets_T=as_tensor(targets_T),
         positions_T=as_tensor(packed.positions_T), segments_T=as_tensor(packed.segments_T),
         cu_seqlens=as_tensor(packed.cu_seqlens), real_tokens=torch.tensor(packed.real),
         sequence_ids=as_tensor(np.ascontiguousarray(packed.crops.sequence)), epochs=as_tensor(np.ascontiguousarray(packed.crops.epoch)),
-        max_seqlen=max(max_length, tail), targets=int((targets_T >= 0).sum()),
+        select_M=None if select_M is None else as_tensor(select_M), picked_M=as_tensor(picked_M),
+        max_seqlen=max(max_length, tail), targets=int(slots.size), residues=int((packed.origin_T >= 0).sum()),
+        pairs=int((packed.crops.slots**2).sum()),
     )

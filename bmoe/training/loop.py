@@ -1,0 +1,238 @@
+"""The training loop: accumulate -> global norm -> clip -> optimizer -> router bias -> schedule -> log.
+
+The loss of a step is the SUM of cross entropies over the targets of all its batches on all ranks, divided once by their
+number. Balance and z-loss are per layer and per batch, averaged over the step's batches weighted by real tokens, summed
+over layers, times their coefficients. Nothing else divides anything, so the loss does not depend on the layout.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmoe.data.loader import TrainingLoader
+from bmoe.data.packing import Batch
+from bmoe.data.shards import Shards
+from bmoe.errors import RunError
+from bmoe.parallel.world import World
+from bmoe.recipe import Recipe
+from bmoe.training.checkpoint import Checkpoints, newest_whole, torch_facts
+from bmoe.training.metrics import LOAD_KEYS, MetricsLog, load_statistics, per_layer
+from bmoe.training.optimizer import AdamW, learning_rate
+from bmoe.training.state import Progress, all_tensors
+
+
+class Observer(Protocol):
+    """Who is told how the run goes."""
+
+    def record(self, record: dict) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+@dataclass
+class Limits:
+    """When to stop before `training.steps`: after a step, after seconds, or when `signal` is set (by a handler)."""
+
+    stop_at: int | None = None
+    max_seconds: float | None = None
+    signal: int = 0
+
+
+@dataclass
+class Outcome:
+    """How the loop ended: `signal` is 0 unless a signal ended it."""
+
+    step: int
+    signal: int
+    finished: bool
+
+
+@dataclass
+class StepSums:
+    """Sums of one optimizer step over this rank's batches, on the device."""
+
+    loss: Tensor
+    balance_L: Tensor
+    z_L: Tensor
+    counts_LE: Tensor
+
+
+class Trainer:
+    """One run on one rank.
+
+    Args:
+        recipe: resolved. run: the run's folder. model, optimizer: as `setup` built them. progress: where to go on.
+        validate: returns the validation metrics, equal on every rank. mfu: (real tokens, sum of squared lengths, seconds)
+        of a step -> model FLOPs utilisation, or None where the peak is unknown.
+    """
+
+    def __init__(self, recipe: Recipe, run: Path, shards: Shards, model: nn.Module, optimizer: AdamW, world: World, progress: Progress,
+                 observer: Observer, validate: Callable[[], dict], mfu: Callable[[float, float, float], float | None]):
+        self.recipe, self.run_folder, self.shards, self.model, self.optimizer, self.world = recipe, run, shards, model, optimizer, world
+        self.progress, self.observer, self.validate, self.mfu = progress, observer, validate, mfu
+        self.log = MetricsLog(run / "metrics.jsonl")
+        self.checkpoints = Checkpoints(run, recipe.checkpoint.keep, recipe.checkpoint.async_, world.rank)
+        self.saved_step = progress.step
+
+    def run(self, limits: Limits) -> Outcome:
+        """Train until `training.steps` or a limit; the state is saved whole in any case."""
+        began, steps = time.monotonic(), self.recipe.training.steps
+        loader = TrainingLoader(
+            self.shards, self.recipe, self.progress.position, self.world.rank, self.world.size, pin=self.world.device.type == "cuda"
+        )
+        self.model.train()
+        window = Window()
+        with loader:
+            while self.progress.step < steps:
+                step = self.progress.step + 1
+                window.start()
+                batches, position = loader.next()
+                window.waited()
+                lr = learning_rate(step, self.recipe.optimizer.lr, self.recipe.schedule, steps)
+                sums, norm, totals = self._step(batches, lr, step)
+                self.progress = Progress(step, position, self.progress.tokens)
+                last = step == steps or step == limits.stop_at or self._must_stop(limits, began)
+                validating = step % self.recipe.training.validate_every == 0 or step == steps
+                saving = last or step % self.recipe.checkpoint.every == 0
+                window.add(totals)
+                if step == 1 or saving or validating or step % self.recipe.logging.every == 0:
+                    self._report(step, lr, sums, norm, totals, window, validating)
+                    window = Window()
+                if saving:
+                    self._save()
+                if last:
+                    break
+        self.checkpoints.wait()
+        return Outcome(self.progress.step, limits.signal, self.progress.step >= steps)
+
+    def _must_stop(self, limits: Limits, began: float) -> bool:
+        wanted = limits.signal or (limits.max_seconds is not None and time.monotonic() - began >= limits.max_seconds)
+        if self.world.size == 1:
+            return bool(wanted)
+        return bool(self.world.max(torch.tensor(int(bool(wanted)), device=self.world.device)).item())
+
+    def _step(self, batches: list[Batch], lr: float, step: int) -> tuple[StepSums, Tensor, Tensor]:
+        """Forward and backward of this rank's batches, then one update. Returns sums, norm, and the step's global totals
+        (targets, real tokens, residues, pairs) as int64 [4] on the CPU or, with several ranks, on the device."""
+        device = self.world.device
+        totals = torch.tensor([
+            sum(b.targets for b in batches), sum(int(b.real_tokens) for b in batches), sum(b.residues for b in batches),
+            sum(b.pairs for b in batches),
+        ])
+        if self.world.size > 1:
+            totals = self.world.sum(totals.to(device))
+        sums: StepSums | None = None
+        for number, batch in enumerate(batches):
+            part = self._backward(batch.to(device), totals, jitter_key=self._jitter_key(step, number))
+            sums = part if sums is None else StepSums(*(a + b for a, b in zip(vars(sums).values(), vars(part).values(), strict=True)))
+        before = self.optimizer.skipped.clone() if self._bias_rate else None
+        norm = self.optimizer.step(lr)
+        if self._bias_rate:
+            taken = (self.optimizer.skipped == before).to(torch.float32)
+            self.model.update_router_bias(self.world.sum(sums.counts_LE.clone()), self._bias_rate * taken)
+        return sums, norm, totals
+
+    @property
+    def _bias_rate(self) -> float:
+        moe = self.recipe.model.moe
+        return moe.bias_update if moe else 0.0
+
+    def _jitter_key(self, step: int, number: int) -> int | None:
+        """Differs between all batches of a run; the batch's number in the step is the global one."""
+        moe = self.recipe.model.moe
+        if not moe or moe.jitter == 0.0:
+            return None
+        per_step = self.recipe.training.tokens_per_step // self.recipe.data.tokens_per_batch
+        batch = step * per_step + number * self.world.size + self.world.rank
+        return (self.recipe.seed * 1_000_003 + batch) % 2**32
+
+    def _backward(self, batch: Batch, totals: Tensor, jitter_key: int | None) -> StepSums:
+        out = self.model(**batch.model_inputs(), jitter_key=jitter_key)
+        logits = out.logits.float() if out.logits.dtype == torch.bfloat16 else out.logits
+        entropy = F.cross_entropy(logits, batch.picked_M, ignore_index=-100, reduction="sum")
+        targets, real = totals[0].clamp(min=1), totals[1]
+        loss = entropy / targets
+        share = batch.real_tokens.to(out.balance_L.dtype) / real
+        moe = self.recipe.model.moe
+        if moe:
+            loss = loss + share * (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum())
+        loss.backward()
+        return StepSums(entropy.detach() / targets, out.balance_L.detach() * share, out.z_L.detach() * share, out.counts_LE)
+
+    def _report(self, step: int, lr: float, sums: StepSums, norm: Tensor, totals: Tensor, window: "Window", validating: bool) -> None:
+        """Log a step; the only place where the host waits for the device."""
+        wide = torch.cat([x.reshape(-1).to(torch.float64) for x in (sums.loss, sums.balance_L, sums.z_L, sums.counts_LE)])
+        flat = self.world.sum(wide).cpu()
+        norm_value, in_a_row = float(norm), int(self.optimizer.skipped_in_a_row)
+        seconds, (_, tokens, residues, pairs) = window.close()
+        self.progress.tokens += tokens
+        layers = sums.balance_L.numel()
+        counts_LE = flat[1 + 2 * layers :].reshape(layers, -1).numpy()
+        loads = [load_statistics(counts_E) for counts_E in counts_LE]
+        moe_layers, depth = self.model.moe_layers, self.recipe.model.layers
+        record = {
+            "step": step, "loss": float(flat[0]), "lr": lr, "grad_norm": norm_value, "tokens": self.progress.tokens,
+            "residues_per_s": residues / seconds, "tokens_per_s": tokens / seconds, "step_s": seconds / window.steps,
+            "data_wait_s": window.wait / window.steps,
+            "mfu": self.mfu(tokens, pairs, seconds), "peak_memory_gib": peak_memory_gib(self.world.device),
+            "fill": int(totals[1]) / self.recipe.training.tokens_per_step, "skipped_steps": int(self.optimizer.skipped),
+            "balance_loss": per_layer(flat[1 : 1 + layers].tolist(), moe_layers, depth),
+            "z_loss": per_layer(flat[1 + layers : 1 + 2 * layers].tolist(), moe_layers, depth),
+            **{key: per_layer([load[key] for load in loads], moe_layers, depth) for key in LOAD_KEYS},
+        }
+        if in_a_row >= self.recipe.training.max_skipped_steps:
+            good = newest_whole(self.run_folder / "checkpoints")
+            raise RunError(
+                f"step {step}: the gradient was not finite {in_a_row} steps in a row, so training stops; "
+                f"lower optimizer.lr or look at the data, then --resume from {good or 'the start'}"
+            )
+        if validating:
+            record |= self.validate()
+        if self.world.rank == 0:
+            self.log.append(record)
+            self.observer.record(record)
+
+    def _save(self) -> None:
+        if self.saved_step == self.progress.step:
+            return
+        meta = {**self.progress.as_meta(), **torch_facts(self.world.device), "world": self.world.size}
+        self.checkpoints.save(self.progress.step, all_tensors(self.model, self.optimizer), meta)
+        self.saved_step = self.progress.step
+
+
+class Window:
+    """Time and totals of the steps since the last report; validation and saving are outside."""
+
+    def __init__(self):
+        self.steps, self.wait, self.seconds, self.totals = 0, 0.0, 0.0, None
+        self.began: float | None = None
+
+    def start(self) -> None:
+        self.mark = time.monotonic()
+        if self.began is None:
+            self.began = self.mark
+
+    def waited(self) -> None:
+        self.wait += time.monotonic() - self.mark
+
+    def add(self, totals: Tensor) -> None:
+        self.steps += 1
+        self.totals = totals if self.totals is None else self.totals + totals
+
+    def close(self) -> tuple[float, list[int]]:
+        """(seconds, totals); call after the device was waited for."""
+        return max(time.monotonic() - self.began, 1e-9), [int(x) for x in self.totals]
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of allocated device memory, or of this process's resident memory on the CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,74 @@
+"""metrics.jsonl: one JSON object a logged step, whole lines only, cut back on resume.
+
+Names are the contract of docs/architecture.md. Arrays have one entry a layer, null for dense layers.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+LOAD_KEYS = ("load_max_over_mean", "load_entropy", "dead_experts")
+
+
+class MetricsLog:
+    """Appends records to a JSON-lines file; every line is whole on disk before the next."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, record: dict) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def cut_back(self, step: int) -> None:
+        """Drop records after `step`, and a last line that a kill left unfinished."""
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text().splitlines() if _whole(line) and json.loads(line)["step"] <= step]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        partial.replace(self.path)
+
+    def read(self) -> list[dict]:
+        """All whole records."""
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text().splitlines() if _whole(line)]
+
+
+def _whole(line: str) -> bool:
+    try:
+        return "step" in json.loads(line)
+    except ValueError:
+        return False
+
+
+def load_statistics(counts_E: np.ndarray) -> dict[str, float]:
+    """How evenly experts are used, from the routed slots of each.
+
+    load_max_over_mean: busiest expert over the mean (1 is even, E is collapse). load_entropy: entropy of the shares over
+    log E (1 is even, 0 is collapse). dead_experts: experts without a token.
+    """
+    total = counts_E.sum()
+    if total == 0:
+        return {"load_max_over_mean": 1.0, "load_entropy": 1.0, "dead_experts": int(counts_E.size)}
+    share = counts_E / total
+    live = share[share > 0]
+    entropy = float(-(live * np.log(live)).sum() / np.log(counts_E.size)) if counts_E.size > 1 else 1.0
+    return {
+        "load_max_over_mean": float(counts_E.max() * counts_E.size / total),
+        "load_entropy": entropy,
+        "dead_experts": int((counts_E == 0).sum()),
+    }
+
+
+def per_layer(values: list, moe_layers: list[int], layers: int) -> list:
+    """Spread values of the MoE layers over all layers, null for dense ones."""
+    out: list = [None] * layers
+    for layer, value in zip(moe_layers, values, strict=True):
+        out[layer] = value
+    return out

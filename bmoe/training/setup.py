@@ -1,0 +1,114 @@
+"""From a recipe to a model and optimizer on this machine: `auto` values resolved, weights filled, dtypes set.
+
+On a GPU, and wherever precision is below fp32, matrices are bf16 and the optimizer keeps their fp32 masters; norms, biases
+and the router stay fp32.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from bmoe.data.alphabet import Alphabet
+from bmoe.errors import RequestError
+from bmoe.model.transformer import Transformer, Vocabulary
+from bmoe.parallel.world import World
+from bmoe.recipe import Recipe
+from bmoe.training.optimizer import AdamW
+
+
+def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
+    """Replace every `auto` by what runs here. Returns the recipe and section.key -> reason. Raises RequestError."""
+    reasons: dict[str, str] = {}
+    cuda = world.device.type == "cuda"
+    low = recipe.precision.kind != "fp32"
+    parallel, backend = recipe.parallel, recipe.backend
+    if low and recipe.precision.kind != "bf16" and not recipe.precision.emulate and not cuda:
+        raise RequestError(
+            f"precision.kind: {recipe.precision.kind} needs an NVIDIA GPU, and this run is on the CPU; "
+            "set precision.kind=bf16, or precision.emulate=true to study convergence"
+        )
+    shard: int | str = parallel.data_shard
+    if shard == "auto":
+        shard, left = divmod(world.size, parallel.data_replicate * parallel.expert)
+        if left or shard == 0:
+            raise RequestError(
+                f"parallel: data_replicate x expert = {parallel.data_replicate} x {parallel.expert} does not divide the "
+                f"{world.size} ranks of this run"
+            )
+        reasons["parallel.data_shard"] = f"auto: {world.size} ranks / (data_replicate x expert)"
+    needed = parallel.data_replicate * shard * parallel.expert
+    if needed != world.size:
+        raise RequestError(
+            f"parallel: data_replicate x data_shard x expert = {needed}, and this run has {world.size} ranks; set data_shard: auto"
+        )
+    slots = recipe.data.tokens_per_batch * world.size
+    if recipe.training.tokens_per_step % slots:
+        raise RequestError(
+            f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x ranks = "
+            f"{recipe.data.tokens_per_batch} x {world.size}"
+        )
+    experts, attention, compiled = backend.experts, backend.attention, backend.compile
+    if experts == "auto":
+        experts, reason = choose_experts(recipe, cuda)
+        reasons["backend.experts"] = f"auto: {reason}"
+    if attention == "auto":
+        attention = "varlen" if cuda and low else "sdpa"
+        flash = attention == "varlen"
+        reasons["backend.attention"] = "auto: flash attention of packed sequences" if flash else "auto: flash needs a GPU and bf16"
+    elif attention == "varlen" and not (cuda and low):
+        raise RequestError("backend.attention: varlen needs a GPU and bf16; use sdpa or auto")
+    if compiled == "auto":
+        compiled = cuda
+        reasons["backend.compile"] = "auto: pays on GPUs" if cuda else "auto: compiling costs more than it saves on CPUs"
+    values = {
+        "parallel": parallel.model_copy(update={"data_shard": shard}),
+        "backend": backend.model_copy(update={"experts": experts, "attention": attention, "compile": compiled}),
+    }
+    return recipe.model_copy(update=values), reasons
+
+
+def choose_experts(recipe: Recipe, cuda: bool) -> tuple[str, str]:
+    """(implementation, reason) for `backend.experts: auto`."""
+    if not cuda:
+        return "grouped", "no GPU; grouped products of the sorted rows"
+    if recipe.model.ffn != "swiglu" or recipe.model.bias or recipe.precision.kind == "fp32":
+        return "grouped", "the fused kernels are for bf16 SwiGLU experts without bias"
+    if recipe.precision.emulate:
+        return "grouped", "the emulation rounds the inputs of grouped products"
+    if recipe.precision.kind != "bf16":
+        return "te", f"{recipe.precision.kind} runs in Transformer Engine"
+    return "triton", "bf16 SwiGLU on a GPU: fused passes around grouped GEMMs"
+
+
+def vocabulary(letters: Alphabet) -> Vocabulary:
+    """What the model knows of an alphabet."""
+    return Vocabulary(letters.size, letters.pad_id, letters.mask_id)
+
+
+def stays_wide(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter stays fp32 in a bf16 model: vectors and the router."""
+    return parameter.ndim < 2 or ".router." in name
+
+
+def build_model(recipe: Recipe, letters: Alphabet, device: torch.device) -> Transformer:
+    """A resolved recipe's model on `device`, fp32, filled from the seed."""
+    with device:
+        model = Transformer(recipe.model, vocabulary(letters), recipe.backend)
+    model.initialize(recipe.seed)
+    return model
+
+
+def to_compute_dtype(model: nn.Module) -> None:
+    """Make matrices bf16 in place; see `stays_wide`."""
+    for name, parameter in model.named_parameters():
+        if not stays_wide(name, parameter):
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe, world: World) -> AdamW:
+    """The optimizer of a fp32 model; rounds the model's matrices to bf16 if the precision says so."""
+    masters = None
+    if recipe.precision.kind != "fp32" and world.size == 1:
+        masters = {name: p.data for name, p in model.named_parameters() if not stays_wide(name, p)}
+        to_compute_dtype(model)
+    per_rank = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world.size)
+    return AdamW(model.named_parameters(), recipe.optimizer, per_rank > 1, masters, world.sum_shards)
