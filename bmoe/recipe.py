@@ -53,6 +53,9 @@ class PrepareSection(Section):
     on_invalid: Literal["unknown", "drop", "error"] = Field(
         "unknown", description="a letter outside the alphabet becomes the unknown token, drops its record, or stops the run"
     )
+    internal_stop: Literal["unknown", "drop", "error"] = Field("unknown", description="the same for a `*` inside a sequence")
+    gaps: Literal["remove", "invalid"] = Field("remove", description="`-` and `.` are taken out, or count as invalid letters")
+    n_runs: Literal["split", "keep"] = Field("split", description="DNA: cut records at long runs of N, or leave them")
     keep_headers: bool = Field(True, description="store the header lines, for `bmoe eval --by`")
 
 
