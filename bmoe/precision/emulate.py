@@ -165,9 +165,9 @@ def low_precision_layers(layers: int, precision: PrecisionSection) -> range:
 
 
 def emulate(model: nn.Module, precision: PrecisionSection, linears: bool = False) -> list[str]:
-    """Round the GEMM inputs of `model.layers` to `precision.kind`, in place; returns the names of what was changed.
+    """Round the GEMM inputs of `model.blocks` to `precision.kind`, in place; returns the names of what was changed.
 
-    Experts always; with `linears` every linear layer of the blocks too. Layers named by `high_precision_layers` keep
+    Experts always; with `linears` every linear layer of the blocks too. Blocks named by `high_precision_layers` keep
     their precision. Call it before compiling or sharding the model. Raises RequestError for a kind that cannot be
     emulated, and for experts whose products cannot be replaced.
     """
@@ -175,10 +175,10 @@ def emulate(model: nn.Module, precision: PrecisionSection, linears: bool = False
     if kind not in KINDS:
         raise RequestError(f"precision.emulate: {kind} cannot be emulated; precision.kind must be one of {', '.join(KINDS)}")
     changed = []
-    for index in low_precision_layers(len(model.layers), precision):
-        layer = model.layers[index]
+    for index in low_precision_layers(len(model.blocks), precision):
+        layer = model.blocks[index]
         for name, module in list(layer.named_modules()):
-            place = f"layers.{index}.{name}"
+            place = f"blocks.{index}.{name}"
             if hasattr(module, "matmul"):
                 module.matmul = EmulatedProduct(kind, module.matmul)
                 changed.append(place)
@@ -190,4 +190,6 @@ def emulate(model: nn.Module, precision: PrecisionSection, linears: bool = False
                 parent, _, leaf = name.rpartition(".")
                 setattr(layer.get_submodule(parent), leaf, EmulatedLinear(module, kind))
                 changed.append(place)
+    if not changed:
+        raise RequestError("precision.emulate: no layer has experts in low precision; check model.moe and precision.high_precision_layers")
     return changed

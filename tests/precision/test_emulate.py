@@ -97,8 +97,8 @@ def test_loop_and_grouped_experts_agree(kind):
         torch.manual_seed(4)
         experts.reset_parameters()
         holder = nn.Module()
-        holder.layers = nn.ModuleList([experts])
-        assert emulate(holder, PrecisionSection(kind=kind, emulate=True)) == ["layers.0."]
+        holder.blocks = nn.ModuleList([experts])
+        assert emulate(holder, PrecisionSection(kind=kind, emulate=True)) == ["blocks.0."]
         inp = x.clone().requires_grad_()
         y = experts(inp, ids, weights)
         y.square().sum().backward()
@@ -123,30 +123,32 @@ def test_bf16_rounds_to_the_same_values():
 class Toy(nn.Module):
     def __init__(self, layers=4, kind="grouped"):
         super().__init__()
-        self.layers = nn.ModuleList()
+        self.blocks = nn.ModuleList()
         for _ in range(layers):
             layer = nn.Module()
             layer.linear = nn.Linear(32, 32)
             layer.experts = build_experts(kind, 2, 32, 32)
-            self.layers.append(layer)
+            self.blocks.append(layer)
 
 
 def test_first_and_last_layers_and_linears_follow_the_recipe():
     section = PrecisionSection(kind="mxfp8", high_precision_layers={"first": 1, "last": 1})
     assert list(low_precision_layers(4, section)) == [1, 2]
-    assert emulate(Toy(), section) == ["layers.1.experts", "layers.2.experts"]
+    assert emulate(Toy(), section) == ["blocks.1.experts", "blocks.2.experts"]
     model = Toy()
     keys = list(model.state_dict())
-    assert emulate(model, section, linears=True) == ["layers.1.linear", "layers.1.experts", "layers.2.linear", "layers.2.experts"]
+    assert emulate(model, section, linears=True) == ["blocks.1.linear", "blocks.1.experts", "blocks.2.linear", "blocks.2.experts"]
     assert list(model.state_dict()) == keys
-    assert type(model.layers[0].linear) is nn.Linear and type(model.layers[1].linear) is EmulatedLinear
+    assert type(model.blocks[0].linear) is nn.Linear and type(model.blocks[1].linear) is EmulatedLinear
 
 
 def test_what_cannot_be_emulated_is_refused():
     with pytest.raises(RequestError, match="bf16 cannot be emulated"):
         emulate(Toy(), PrecisionSection(kind="bf16"))
+    with pytest.raises(RequestError, match="no layer has experts"):
+        emulate(Toy(), PrecisionSection(kind="mxfp8", high_precision_layers={"first": 4}))
     model = Toy()
-    model.layers[0].experts = fused = nn.Module()
+    model.blocks[0].experts = fused = nn.Module()
     fused.gate_up = nn.Parameter(torch.zeros(1))
     with pytest.raises(RequestError, match="backend.experts"):
         emulate(model, PrecisionSection(kind="mxfp8"))

@@ -1,0 +1,113 @@
+"""Which conditions a machine and a model must meet for a precision, as a pure function of their descriptions.
+
+Numbers are Transformer Engine 2.20's own checks and what its kernels demand; `unmet` names each that fails, one
+sentence each, and an empty list means the precision runs here.
+"""
+
+from dataclasses import dataclass
+
+from bmoe.precision.machine import FUSED_SWITCH, Machine
+from bmoe.recipe import ModelSection
+
+ROW_MULTIPLE = {"fp32": 1, "bf16": 1, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16, "mxfp8": 32}
+"""Rows of one expert are padded to a multiple of this (Transformer Engine's GroupedLinear); a matter of speed."""
+
+FUSED_ROW_MULTIPLE = 256  # the same for its fused MXFP8 grouped MLP
+
+
+@dataclass(frozen=True)
+class _Needs:
+    chip: str
+    lowest: tuple[int, int]  # compute capability
+    below: tuple[int, int]
+    cuda: tuple[int, int]
+    multiple: int  # of every GEMM dimension
+
+
+NEEDS = {
+    "fp8_current": _Needs("Ada, Hopper or newer", (8, 9), (99, 0), (12, 1), 16),
+    "fp8_delayed": _Needs("Ada, Hopper or newer", (8, 9), (99, 0), (12, 1), 16),
+    "fp8_block": _Needs("Hopper or newer", (9, 0), (99, 0), (12, 9), 16),
+    "mxfp8": _Needs("data-center Blackwell", (10, 0), (12, 0), (12, 8), 32),
+}
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """2.20.2 of (2, 20, 2)."""
+    return ".".join(map(str, version))
+
+
+def gemm_dimensions(model: ModelSection) -> dict[str, int]:
+    """The dimensions of the GEMMs that run in low precision, by recipe key: the experts', or the dense layers'."""
+    if model.moe is None:
+        return {"model.width": model.width, **({"model.ffn_width": model.ffn_width} if model.ffn_width else {})}
+    return {"model.width": model.width, "model.moe.expert_width": model.moe.expert_width}
+
+
+def unmet(kind: str, machine: Machine, model: ModelSection) -> list[str]:
+    """Sentences naming what `machine` or `model` lacks for real (not emulated) arithmetic in `kind`; [] if nothing."""
+    needs = NEEDS.get(kind)
+    if needs is None:
+        old = kind == "bf16" and machine.capability is not None and machine.capability < (8, 0)
+        return [f"bf16 needs compute capability 8.0 or more, and {machine.device} has {dotted(machine.capability)}."] if old else []
+    return [
+        *_chip(kind, needs, machine),
+        *_software(kind, needs, machine),
+        *_shapes(kind, needs, model),
+    ]
+
+
+def _chip(kind: str, needs: _Needs, machine: Machine) -> list[str]:
+    wanted = f"{kind} needs an NVIDIA GPU of compute capability {dotted(needs.lowest)}"
+    wanted += f" to below {dotted(needs.below)}" if needs.below < (99, 0) else " or more"
+    if machine.capability is None:
+        return [f"Chip: {wanted} ({needs.chip}); this device is a CPU ({machine.device})."]
+    if not needs.lowest <= machine.capability < needs.below:
+        return [f"Chip: {wanted} ({needs.chip}); {machine.device} has {dotted(machine.capability)}."]
+    return []
+
+
+def _software(kind: str, needs: _Needs, machine: Machine) -> list[str]:
+    found = []
+    if machine.cuda is None:
+        found.append(f"CUDA: {kind} needs torch built for CUDA {dotted(needs.cuda)} or later; this torch is built for the CPU.")
+    elif machine.cuda < needs.cuda:
+        found.append(f"CUDA: {kind} needs torch built for CUDA {dotted(needs.cuda)} or later; this one is for {dotted(machine.cuda)}.")
+    if machine.te is None:
+        found.append(f"Transformer Engine: {kind} needs it, and {machine.te_problem or 'it is not installed'}; install bmoe[te].")
+    elif machine.te < (2, 17):
+        found.append(f"Transformer Engine: {kind} needs 2.17 or later, and {dotted(machine.te)} is installed.")
+    hopper = machine.capability is not None and machine.capability[0] == 9
+    if kind == "fp8_block" and hopper and machine.cublas_lt and machine.cublas_lt < (13, 6):
+        found.append(f"cuBLASLt: grouped fp8_block on Hopper needs 13.6 or later, and {dotted(machine.cublas_lt)} is loaded.")
+    return found
+
+
+def _shapes(kind: str, needs: _Needs, model: ModelSection) -> list[str]:
+    found = [
+        f"Dimensions: {kind} needs {key} to be a multiple of {needs.multiple}, and it is {size}."
+        for key, size in gemm_dimensions(model).items()
+        if size % needs.multiple
+    ]
+    if model.ffn != "swiglu":
+        found.append(f"Feed-forward: Transformer Engine's experts need model.ffn swiglu, and it is {model.ffn}.")
+    if model.bias:
+        found.append("Feed-forward: Transformer Engine's experts have no biases here; set model.bias to false.")
+    return found
+
+
+def fused_unmet(machine: Machine, model: ModelSection) -> list[str]:
+    """What is missing for the fused MXFP8 grouped MLP, beyond `unmet("mxfp8", ...)`; without it, MXFP8 runs unfused."""
+    found = []
+    if machine.capability is None or machine.capability[0] != 10:
+        has = "this device is a CPU" if machine.capability is None else f"{machine.device} has {dotted(machine.capability)}"
+        found.append(f"Chip: the fused grouped MLP needs compute capability 10.x; {has}.")
+    if machine.cudnn_frontend is None or machine.cudnn_frontend < (1, 23):
+        has = "is not installed" if machine.cudnn_frontend is None else f"is {dotted(machine.cudnn_frontend)}"
+        found.append(f"cuDNN frontend: the fused grouped MLP needs nvidia-cudnn-frontend 1.23 or later, and it {has}.")
+    if not machine.fused_switch:
+        found.append(f"Switch: the fused grouped MLP needs {FUSED_SWITCH}=1 in the environment before the start, and it is not set.")
+    for key, size in gemm_dimensions(model).items():
+        if size % 64:
+            found.append(f"Dimensions: the fused grouped MLP needs {key} to be a multiple of 64, and it is {size}.")
+    return found
