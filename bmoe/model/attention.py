@@ -42,10 +42,9 @@ class Rotary(nn.Module):
         return super()._apply(lambda t: _never_narrow(fn, t), recurse)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, d] of the angles, at least fp32; both halves of d hold the same angles."""
+        """Cosines and sines [T, d/2] of the angles, at least fp32."""
         angles = positions_T[:, None].to(self.inverse_frequency.dtype) * self.inverse_frequency
-        angles_Td = torch.cat((angles, angles), dim=-1)
-        return angles_Td.cos(), angles_Td.sin()
+        return angles.cos(), angles.sin()
 
 
 def _never_narrow(fn, tensor: Tensor) -> Tensor:
@@ -53,12 +52,30 @@ def _never_narrow(fn, tensor: Tensor) -> Tensor:
     return tensor.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
 
 
-def rotate(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of every head by their angles; computed in the angles' precision."""
-    x = wide(x_THd)
-    low, high = x.chunk(2, dim=-1)
-    turned = x * cos_Td[:, None] + torch.cat((-high, low), dim=-1) * sin_Td[:, None]
+class _Rotate(torch.autograd.Function):
+    """By hand because the derivative of a rotation is the rotation back: half the passes of the derived one."""
+
+    @staticmethod
+    def forward(ctx, x_THd, cos_Th, sin_Th):
+        ctx.save_for_backward(cos_Th, sin_Th)
+        return _turn(x_THd, cos_Th, sin_Th)
+
+    @staticmethod
+    def backward(ctx, grad_THd):
+        cos_Th, sin_Th = ctx.saved_tensors
+        return _turn(grad_THd, cos_Th, -sin_Th), None, None
+
+
+def _turn(x_THd: Tensor, cos_Th: Tensor, sin_Th: Tensor) -> Tensor:
+    cos, sin = cos_Th[:, None], sin_Th[:, None]
+    low, high = wide(x_THd).chunk(2, dim=-1)
+    turned = torch.cat((torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)), dim=-1)
     return turned.to(x_THd.dtype)
+
+
+def rotate(x_THd: Tensor, cos_Th: Tensor, sin_Th: Tensor) -> Tensor:
+    """Turn the pairs (i, i + d/2) of every head by their angles [T, d/2]; computed in the angles' precision."""
+    return _Rotate.apply(x_THd, cos_Th, sin_Th)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,11 +208,11 @@ class Attention(nn.Module):
         heads_Tad = self.qkv(x_TD).view(-1, H + 2 * G, self.head_dim)
         if self.query_norm is None:
             turned, v_TGd = heads_Tad.split((H + G, G), dim=1)
-            q_THd, k_TGd = rotate(turned, layout.cos_Td, layout.sin_Td).split((H, G), dim=1)
+            q_THd, k_TGd = rotate(turned, layout.cos_Th, layout.sin_Th).split((H, G), dim=1)
             return q_THd, k_TGd, v_TGd
         q_THd, k_TGd, v_TGd = heads_Tad.split((H, G, G), dim=1)
         q_THd, k_TGd = self.query_norm(q_THd), self.key_norm(k_TGd)
-        return rotate(q_THd, layout.cos_Td, layout.sin_Td), rotate(k_TGd, layout.cos_Td, layout.sin_Td), v_TGd
+        return rotate(q_THd, layout.cos_Th, layout.sin_Th), rotate(k_TGd, layout.cos_Th, layout.sin_Th), v_TGd
 
     def forward(self, x_TD: Tensor, layout: Layout) -> Tensor:
         q_THd, k_TGd, v_TGd = self.project(x_TD, layout)

@@ -18,8 +18,8 @@ NORM_EPS = 1e-5  # ESM-2 and Mixtral
 class Layout(NamedTuple):
     """One packed batch as every block sees it; built once per forward pass."""
 
-    cos_Td: Tensor  # rotary angles, fp32 [T, head_dim]
-    sin_Td: Tensor
+    cos_Th: Tensor  # of the rotary angles, fp32 [T, head_dim / 2]
+    sin_Th: Tensor
     cu_seqlens: Tensor  # int32 [S + 1], cut at the first dummy slot: the tail belongs to no sequence
     max_seqlen: int
     real_T: Tensor  # bool [T]: False marks the dummy tail
@@ -53,10 +53,34 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if bias and kind == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias, shape = wide(self.weight), None if self.bias is None else wide(self.bias), self.weight.shape
         if self.kind == "rmsnorm":
-            return F.rms_norm(wide(x), shape, weight, NORM_EPS).to(x.dtype)
-        return F.layer_norm(wide(x), shape, weight, bias, NORM_EPS).to(x.dtype)
+            return _RMSNorm.apply(x, self.weight)
+        bias = None if self.bias is None else wide(self.bias)
+        return F.layer_norm(wide(x), self.weight.shape, wide(self.weight), bias, NORM_EPS).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + eps) * weight, in at least fp32 and rounded once to x's dtype.
+
+    The derivative is by hand: it keeps x alone (F.rms_norm of a widened x keeps an fp32 copy), and on CPUs forward and
+    backward take 0.6 of the time.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        wide_x = wide(x)
+        inverse = torch.rsqrt(torch.linalg.vector_norm(wide_x, dim=-1, keepdim=True).square() / x.shape[-1] + NORM_EPS)
+        ctx.save_for_backward(x, inverse, weight)
+        return (wide_x * inverse * wide(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, inverse, weight = ctx.saved_tensors
+        unit, wide_grad = wide(x) * inverse, wide(grad)
+        projected = wide_grad * unit
+        share = (projected @ wide(weight))[..., None] / unit.shape[-1]
+        grad_x = torch.addcmul(wide_grad * wide(weight), unit, share, value=-1) * inverse
+        return grad_x.to(x.dtype), projected.flatten(0, -2).sum(dim=0).to(weight.dtype)
 
 
 class FeedForward(nn.Module):

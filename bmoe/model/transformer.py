@@ -173,7 +173,7 @@ class Transformer(nn.Module):
         masks_S, kept_S = _per_sequence(mask_T, cu_seqlens), _per_sequence(~(mask_T | pad_T), cu_seqlens)
         seen_S = (masks_S + kept_S).to(wide(x_TD).dtype)
         scale_S = torch.where(kept_S > 0, (1.0 - TRAINING_MASK_SHARE) * seen_S / kept_S, 1.0)
-        scale_T = scale_S[segments_T.clamp(max=scale_S.shape[0] - 1)].masked_fill(mask_T | pad_T, 0.0)
+        scale_T = scale_S[segments_T].masked_fill(mask_T | pad_T, 0.0)
         return (wide(x_TD) * scale_T[:, None]).to(x_TD.dtype)
 
     def update_router_bias(self, counts_LE: Tensor, rate: float) -> None:
