@@ -1,0 +1,76 @@
+"""The parts of a report about perplexity and expert load, from the results of `bmoe eval`."""
+
+from bmoe.reports.page import grid, section, table, with_interval
+from bmoe.reports.plots import bar_chart, heat_map
+
+NAMES = {"_mask": "fully masked", "_8010": "training scheme", "": "next token"}
+
+
+def sections(results: dict) -> str:
+    """Perplexity with intervals, by length, by residue, by header field; empty without perplexities."""
+    endings = [e for e in NAMES if f"perplexity{e}" in results]
+    if not endings:
+        return ""
+    ending = endings[0]
+    figures = [
+        _by_length(results.get("by_length", []), ending),
+        _by_residue(results.get("by_residue", []), ending),
+    ]
+    return section("Held-out sequences", _overview(results, endings), grid(*figures), _length_table(results.get("by_length", []), endings))
+
+
+def _overview(results: dict, endings: list[str]) -> str:
+    def interval(key: str, ending: str) -> str:
+        return with_interval(*(results.get(f"{key}{ending}{end}") for end in ("", "_low", "_high")))
+
+    rows = [[NAMES[e], interval("perplexity", e), results[f"baseline{e}"], interval("ratio", e)] for e in endings]
+    return table(["scheme", "perplexity (95 % interval)", "baseline", "perplexity / baseline"], rows)
+
+
+def bin_name(entry: dict) -> str:
+    """`129-256`, or `> 1,024` for the last."""
+    low, high = entry["min_length"], entry["max_length"]
+    return f"> {low - 1:,}" if high is None else f"{low}-{high}"
+
+
+def _by_length(bins: list[dict], ending: str) -> str:
+    groups = [("model", [b[f"perplexity{ending}"] for b in bins]), ("baseline", [b[f"baseline{ending}"] for b in bins])]
+    text = f"{NAMES[ending].capitalize()}; length of the whole sequence in residues."
+    return bar_chart("Perplexity by sequence length", [bin_name(b) for b in bins], groups, "perplexity", text)
+
+
+def _by_residue(entries: list[dict], ending: str) -> str:
+    common = [e for e in entries if e["targets"] >= 20]
+    groups = [("model", [e[f"perplexity{ending}"] for e in common]), ("baseline", [e[f"baseline{ending}"] for e in common])]
+    text = "How surprised the model is by each true residue, the most frequent first; rare ones are harder for any model."
+    return bar_chart("Perplexity by residue", [e["residue"] for e in common], groups, "perplexity", text) if common else ""
+
+
+def _length_table(bins: list[dict], endings: list[str]) -> str:
+    head = ["residues", "sequences", "targets"]
+    for e in endings:
+        head += [f"perplexity, {NAMES[e]}", "baseline"]
+    rows = []
+    for b in bins:
+        row: list[object] = [bin_name(b), b["sequences"], b["targets"]]
+        for e in endings:
+            row += [b[f"perplexity{e}"], b[f"baseline{e}"]]
+        rows.append(row)
+    return table(head, rows)
+
+
+def load_table(results: dict) -> str:
+    """Load of every expert on held-out sequences: a heat map over layers and experts, and the numbers."""
+    layers = results.get("routing", {}).get("layers", [])
+    if not layers:
+        return ""
+    experts = len(layers[0]["load"])
+    matrix = [[share * experts for share in layer["load"]] for layer in layers]
+    names = [str(layer["layer"]) for layer in layers]
+    plot = heat_map(
+        "Load of each expert", matrix, names, [str(e + 1) for e in range(experts)], "expert", "layer",
+        "On held-out sequences, relative to an even load: 1 is even.", middle=1.0,
+    )  # fmt: skip
+    head = ["layer", "busiest / mean", "evenness", "dead experts"]
+    rows = [[n, x["load_max_over_mean"], x["load_entropy"], x["dead_experts"]] for n, x in zip(names, layers, strict=True)]
+    return grid(plot) + table(head, rows)
