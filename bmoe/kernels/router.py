@@ -219,7 +219,9 @@ def _backward_kernel(
     tl.store(dlogits_TE + token[:, None] * E + expert[None, :], dlogits, mask=inside & real_expert)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
-        w = tl.load(weight_ED + expert[:, None] * D + d[None, :], mask=(expert < E)[:, None] & (d < D)[None, :], other=0.0)
+        w = tl.load(
+            weight_ED + expert[:, None] * D + d[None, :], mask=(expert < E)[:, None] & (d < D)[None, :], other=0.0
+        )
         # dx is rounded to x's dtype: for bf16, tf32 products are four times finer than that rounding.
         if dx_TD.dtype.element_ty == tl.float32:
             dx = tl.dot(dlogits, w, input_precision="ieee")

@@ -22,7 +22,8 @@ def outputs(function, x_TD, weight_ED, bias_E, real, k, score, normalize, dweigh
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(
-    ("tokens", "real", "width", "experts", "k"), [(1, 1, 16, 2, 1), (70, 51, 80, 8, 2), (130, 130, 33, 20, 6), (9, 0, 16, 4, 2)]
+    ("tokens", "real", "width", "experts", "k"),
+    [(1, 1, 16, 2, 1), (70, 51, 80, 8, 2), (130, 130, 33, 20, 6), (9, 0, 16, 4, 2)],
 )
 def test_equals_the_twin(score, normalize, tokens, real, width, experts, k):
     torch.manual_seed(tokens)
@@ -36,7 +37,9 @@ def test_equals_the_twin(score, normalize, tokens, real, width, experts, k):
     expected_TK, expected = outputs(route_reference, *wide, real_tokens, k, score, normalize, dweights_TK.double())
     assert torch.equal(ids_TK, expected_TK)
     for name, reference in expected.items():
-        torch.testing.assert_close(actual[name].double(), reference, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual[name].double(), reference, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_identical_tokens_and_ties_choose_distinct_experts():
