@@ -144,7 +144,8 @@ def test_fasta_is_relative_to_the_recipe(tmp_path):
 
 @given(st.builds(
     lambda lr, steps, moe, path, compile_: recipes.validate({
-        "optimizer": {"lr": lr}, "training": {"steps": steps}, "model": {"moe": moe}, "data": {"path": path}, "backend": {"compile": compile_},
+        "optimizer": {"lr": lr}, "training": {"steps": steps}, "model": {"moe": moe}, "data": {"path": path},
+        "backend": {"compile": compile_},
     }),
     st.floats(1e-12, 1e3), st.integers(1, 10**9), st.sampled_from([None, {"experts": 16}]),
     st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1), st.sampled_from(["auto", True, False]),

@@ -16,7 +16,10 @@ class Lengths:
         self.clusters = None if clusters is None else np.array(clusters)
 
 
-def take(sampler, slots, count, position=Position(0, 0)):
+START = Position(0, 0)
+
+
+def take(sampler, slots, count, position=START):
     return list(itertools.islice(sampler.batches(position, slots), count))
 
 
