@@ -248,13 +248,14 @@ def test_canonical_names(build):
     """Checkpoints are read by these names; a change of one breaks every checkpoint."""
     model = build(layers=2, bias=True, norm="layernorm", qk_norm=True, tie_head=False, moe={"dense_layers": 1, "shared_experts": 1})
     names = {name.replace("blocks.0.", "dense.").replace("blocks.1.", "moe.") for name in model.state_dict()}
-    pair = ("weight", "bias")
-    linear = [f"{block}.{name}" for block in ("dense", "moe") for name in ("attention_norm", "attention.qkv", "attention.query_norm")]
-    linear += [f"{block}.{name}" for block in ("dense", "moe") for name in ("attention.key_norm", "attention.output", "ffn_norm")]
-    linear += ["dense.ffn.gate_up", "dense.ffn.down", "moe.ffn.shared.gate_up", "moe.ffn.shared.down", "final_norm", "head.dense", "head.norm"]
-    experts = [f"moe.ffn.experts.{name}" for name in ("gate_up", "down", "gate_up_bias", "down_bias")]
-    rest = ["embedding", "rotary.inverse_frequency", "head.bias", "head.decoder.weight", "moe.ffn.router.weight", "moe.ffn.router.selection_bias"]
-    assert names == {f"{name}.{part}" for name in linear for part in pair} | {*experts, *rest}
+    attention = ("attention_norm", "attention.qkv", "attention.query_norm", "attention.key_norm", "attention.output", "ffn_norm")
+    layers = [f"{block}.{name}" for block in ("dense", "moe") for name in attention]
+    layers += ["dense.ffn.gate_up", "dense.ffn.down", "moe.ffn.shared.gate_up", "moe.ffn.shared.down"]
+    layers += ["final_norm", "head.dense", "head.norm"]
+    expected = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
+    expected |= {f"moe.ffn.experts.{name}" for name in ("gate_up", "down", "gate_up_bias", "down_bias")}
+    expected |= {"moe.ffn.router.weight", "moe.ffn.router.selection_bias"}
+    assert names == expected | {"embedding", "rotary.inverse_frequency", "head.bias", "head.decoder.weight"}
 
 
 def test_bias_update_reaches_each_layer(build):
