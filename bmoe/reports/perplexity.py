@@ -28,9 +28,9 @@ def _overview(results: dict, endings: list[str]) -> str:
 
 
 def bin_name(entry: dict) -> str:
-    """`129-256`, or `> 1,024` for the last."""
+    """`129–256`, or `> 1,024` for the last."""
     low, high = entry["min_length"], entry["max_length"]
-    return f"> {low - 1:,}" if high is None else f"{low}-{high}"
+    return f"> {low - 1:,}" if high is None else f"{low}–{high}"
 
 
 def _by_length(bins: list[dict], ending: str) -> str:
@@ -59,18 +59,20 @@ def _length_table(bins: list[dict], endings: list[str]) -> str:
     return table(head, rows)
 
 
-def load_table(results: dict) -> str:
-    """Load of every expert on held-out sequences: a heat map over layers and experts, and the numbers."""
-    layers = results.get("routing", {}).get("layers", [])
+def load_figure(layers: list[dict]) -> str:
+    """Load of every expert on held-out sequences over layers and experts; empty for a dense model."""
     if not layers:
         return ""
     experts = len(layers[0]["load"])
     matrix = [[share * experts for share in layer["load"]] for layer in layers]
     names = [str(layer["layer"]) for layer in layers]
-    plot = heat_map(
+    return heat_map(
         "Load of each expert", matrix, names, [str(e + 1) for e in range(experts)], "expert", "layer",
         "On held-out sequences, relative to an even load: 1 is even.", middle=1.0,
     )  # fmt: skip
+
+
+def load_table(layers: list[dict]) -> str:
+    """How even the load of each layer is."""
     head = ["layer", "busiest / mean", "evenness", "dead experts"]
-    rows = [[n, x["load_max_over_mean"], x["load_entropy"], x["dead_experts"]] for n, x in zip(names, layers, strict=True)]
-    return grid(plot) + table(head, rows)
+    return table(head, [[x["layer"], x["load_max_over_mean"], x["load_entropy"], x["dead_experts"]] for x in layers])

@@ -245,8 +245,8 @@ def _scale(x: float, y: float, across: float, low: float, high: float, middle: f
             f'fill="var(--c{colour})" fill-opacity="{max(strength, 0.02):.2f}"/>'
         )
     body += f'<rect class="axis" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="10"/>'
-    body += f'<text x="{x:.1f}" y="{y + 25:.1f}">{number(low)}</text>'
-    return body + f'<text x="{x + width:.1f}" y="{y + 25:.1f}" text-anchor="end">{number(high)}</text>'
+    body += f'<text x="{x:.1f}" y="{y + 25:.1f}">{short(low)}</text>'
+    return body + f'<text x="{x + width:.1f}" y="{y + 25:.1f}" text-anchor="end">{short(high)}</text>'
 
 
 def _clean(series: Series) -> list[tuple[float, float]]:

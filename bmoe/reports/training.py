@@ -62,7 +62,7 @@ def _render(records: list[dict], recipe: Recipe, recipe_text: str, results: dict
         tiles(_key_numbers(records, recipe, results)),
         section("Learning", grid(*_learning(records, steps)), text=_learning_text(recipe)),
         perplexity_parts.sections(results),
-        section("Experts", grid(*_experts(records)), perplexity_parts.load_table(results), text=EXPERTS_TEXT) if moe else "",
+        _expert_section(records, results) if moe else "",
         section("Speed and stability", grid(*_speed(records, steps))),
         section("Numbers", _validations(records), details("All logged steps", _all_steps(records)), details("Recipe", recipe_text)),
     ]
@@ -73,6 +73,12 @@ EXPERTS_TEXT = (
     "Every token is sent to a few experts of each layer. An even load uses the whole model: the busiest expert then has little "
     "more than the mean, and no expert is without tokens."
 )
+
+
+def _expert_section(records: list[dict], results: dict) -> str:
+    layers = results.get("routing", {}).get("layers", [])
+    figures = grid(*_experts(records), perplexity_parts.load_figure(layers))
+    return section("Experts", figures, perplexity_parts.load_table(layers), text=EXPERTS_TEXT)
 
 
 def _learning_text(recipe: Recipe) -> str:
@@ -99,7 +105,7 @@ def _key_numbers(records: list[dict], recipe: Recipe, results: dict) -> list[tup
         items.append((number(perplexity), f"validation perplexity, {scheme} (baseline {number(baseline)})"))
         low, high = results.get(f"ratio{ending}_low"), results.get(f"ratio{ending}_high")
         span = f", 95 % interval {number(low)} to {number(high)}" if low is not None and math.isfinite(low) else ""
-        items.append((number(perplexity / baseline), f"of the baseline{span}"))
+        items.append((number(results.get(f"ratio{ending}", perplexity / baseline)), f"of the baseline{span}"))
     items.append((number(round(last["tokens"])), "tokens seen"))
     items.append((number(round(_median([r["residues_per_s"] for r in records]))), "residues per second (median)"))
     if last.get("mfu") is not None:

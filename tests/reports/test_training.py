@@ -60,12 +60,16 @@ def test_report_is_whole_and_self_contained(make_run, kind):
 
 
 def test_key_numbers_are_those_of_the_last_validation(make_run):
-    folder = make_run()
+    folder = make_run(evaluated=False)
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    text, titles = check(write_training_report(folder))
+    _, titles = check(write_training_report(folder))
     assert f"{last['valid_perplexity_mask']:.2f}" in titles
     assert f"{last['valid_perplexity_mask'] / last['valid_baseline_mask']:.4f}" in titles
-    assert "95 % interval 0.9430 to 0.9550" in text
+
+
+def test_the_interval_of_the_evaluation_is_shown_with_its_ratio(make_run):
+    text, titles = check(write_training_report(make_run()))
+    assert "0.9490" in titles and "95 % interval 0.9430 to 0.9550" in text
 
 
 def test_unfinished_last_line_is_left_out(make_run):
