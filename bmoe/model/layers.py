@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     max_seqlen: int
     real_T: Tensor  # bool [T]: False marks the dummy tail
     real_tokens: Tensor  # int64 [], the number of True above
-    jitter_key: Tensor | None  # int64 [], keys the router noise of this batch; None outside training
+    jitter_key: Tensor | None  # int64 [], keys the router noise of this batch and layer; None without
 
 
 def wide(x: Tensor) -> Tensor:

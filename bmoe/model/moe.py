@@ -17,11 +17,11 @@ from bmoe.recipe import BackendSection, ModelSection
 class MoE(nn.Module):
     """y_t = sum over the chosen e of weight_te * expert_e(x_t) + shared(x_t); dropless."""
 
-    def __init__(self, model: ModelSection, backend: BackendSection, layer: int):
+    def __init__(self, model: ModelSection, backend: BackendSection):
         super().__init__()
         moe = model.moe
         self.router = Router(
-            model.width, moe.experts, moe.top_k, moe.score, moe.normalize_weights, moe.groups, moe.groups_kept, moe.jitter, layer
+            model.width, moe.experts, moe.top_k, moe.score, moe.normalize_weights, moe.groups, moe.groups_kept, moe.jitter
         )
         kind = "grouped" if backend.experts == "auto" else backend.experts
         self.experts = build_experts(kind, moe.experts, model.width, moe.expert_width, model.ffn, model.bias)

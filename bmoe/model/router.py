@@ -48,11 +48,10 @@ class Router(nn.Module):
         groups: int | None = None,
         groups_kept: int | None = None,
         jitter: float = 0.0,
-        layer: int = 0,
     ):
         super().__init__()
         self.experts, self.top_k, self.score, self.normalize_weights = experts, top_k, score, normalize_weights
-        self.groups, self.groups_kept, self.jitter, self.layer = groups, groups_kept, jitter, layer
+        self.groups, self.groups_kept, self.jitter = groups, groups_kept, jitter
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("selection_bias", torch.zeros(experts))
 
@@ -102,13 +101,12 @@ class Router(nn.Module):
         return selection_TE.topk(self.top_k, dim=-1).indices
 
     def _noise(self, x_TD: Tensor, key: Tensor | None) -> Tensor:
-        """Uniform in 1 +- jitter, a function of (key, layer, token slot, channel) alone: the same on any device and after a resume."""
+        """Uniform in 1 +- jitter, a function of (key, token slot, channel) alone: the same on any device and after a resume."""
         if key is None:
             raise ValueError("router jitter in training needs a jitter_key that differs from batch to batch")
         T, D = x_TD.shape
-        stream = _mix((key + (self.layer + 1) * 0x9E3779B9) & 0xFFFFFFFF)
         index_TD = torch.arange(T * D, device=x_TD.device).view(T, D)
-        bits_TD = _mix(_mix(index_TD & 0xFFFFFFFF) ^ stream)
+        bits_TD = mix(mix(index_TD & 0xFFFFFFFF) ^ key)
         uniform_TD = (bits_TD >> 8).to(x_TD.dtype) * 2.0**-24
         return 1.0 + self.jitter * (2.0 * uniform_TD - 1.0)
 
@@ -118,7 +116,13 @@ class Router(nn.Module):
         self.selection_bias += rate * torch.sign(counts_E.mean() - counts_E)
 
 
-def _mix(x: Tensor) -> Tensor:
+def layer_key(key: Tensor, layer: int) -> Tensor:
+    """The noise key of one layer from that of the batch. Kept out of the router: a number of its own in each layer would
+    make torch.compile compile every layer anew."""
+    return mix((key + (layer + 1) * 0x9E3779B9) & 0xFFFFFFFF)
+
+
+def mix(x: Tensor) -> Tensor:
     """A 32-bit integer hash in int64 arithmetic (lowbias32, C. Wellons 2018: exact avalanche within 0.2 %)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from bmoe.model.attention import Attention, Rotary
 from bmoe.model.layers import FeedForward, Layout, Linear, Norm, default_ffn_width, wide
 from bmoe.model.moe import MoE
+from bmoe.model.router import layer_key
 from bmoe.recipe import BackendSection, ModelSection
 
 TRAINING_MASK_SHARE = 0.15 * 0.8  # ESM-2's share of `<mask>` in training, to which token dropout scales
@@ -62,7 +63,7 @@ class Block(nn.Module):
         self.ffn_norm = Norm(model.norm, model.width, model.bias)
         self.is_moe = model.moe is not None and layer >= model.moe.dense_layers
         if self.is_moe:
-            self.ffn = MoE(model, backend, layer)
+            self.ffn = MoE(model, backend)
         else:
             hidden = model.ffn_width or default_ffn_width(model.ffn, model.width)
             self.ffn = FeedForward(model.ffn, model.width, hidden, model.bias)
@@ -145,12 +146,12 @@ class Transformer(nn.Module):
         real_T = torch.arange(tokens_T.shape[0], device=tokens_T.device) < real_tokens
         inside = torch.minimum(cu_seqlens, real_tokens.to(cu_seqlens.dtype))
         key = None if jitter_key is None else _scalar(jitter_key, tokens_T)
-        layout = Layout(*self.rotary(positions_T), inside, max_seqlen, real_T, real_tokens, key)
+        layout = Layout(*self.rotary(positions_T), inside, max_seqlen, real_T, real_tokens, None)
 
         x_TD = self._embed(tokens_T, segments_T, inside)
         statistics = []
-        for block in self.blocks:
-            x_TD, routed = block(x_TD, layout)
+        for layer, block in enumerate(self.blocks):
+            x_TD, routed = block(x_TD, layout if key is None else layout._replace(jitter_key=layer_key(key, layer)))
             if routed:
                 statistics.append(routed)
         if select_M is not None:

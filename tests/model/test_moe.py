@@ -13,7 +13,7 @@ from bmoe.recipe import BackendSection, ModelSection, MoESection
 @pytest.mark.parametrize("shared", [0, 2])
 def test_layer_is_the_weighted_sum_of_its_experts(kind, shared):
     section = ModelSection(width=8, heads=2, moe=MoESection(experts=5, top_k=2, expert_width=6, shared_experts=shared))
-    layer = MoE(section, BackendSection(experts=kind), layer=0)
+    layer = MoE(section, BackendSection(experts=kind))
     torch.manual_seed(0)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmoe.model.layers import Layout
-from bmoe.model.router import Router
+from bmoe.model.router import Router, layer_key
 
 
 def layout(slots, real=None, key=None):
@@ -154,11 +154,15 @@ def noise(module, slots=200, key=7):
     return module._noise(torch.zeros(slots, 6), torch.tensor(key))
 
 
-def test_jitter_is_a_function_of_key_layer_slot_and_channel():
+def test_layers_draw_different_noise():
+    keys = [int(layer_key(torch.tensor(key), layer)) for key in range(50) for layer in range(50)]
+    assert len(set(keys)) == 2500 and all(0 <= key < 2**32 for key in keys)
+
+
+def test_jitter_is_a_function_of_key_slot_and_channel():
     module = router(jitter=0.1)
     once = noise(module)
     assert torch.equal(once, noise(module)) and not torch.equal(once, noise(module, key=8))
-    assert not torch.equal(once, noise(router(jitter=0.1, layer=1)))
     assert torch.equal(once[:50], noise(module, slots=50))
     assert (once - 1).abs().max() <= 0.1 and abs(float(once.mean()) - 1) < 0.01
     assert abs(float((once - 1).std()) - 0.1 / math.sqrt(3)) < 0.005
