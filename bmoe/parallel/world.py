@@ -1,24 +1,33 @@
 """The ranks of a run, and the few collectives that training needs; one process is a world of one without any."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+
+from bmoe.parallel.mesh import Mesh, build_mesh
+from bmoe.recipe import ParallelSection
 
 
 @dataclass(frozen=True)
 class World:
     """This process among its peers.
 
-    device: where the model lives. mesh: (data_replicate, data_shard, expert), or None for one process.
+    device: where the model lives. mesh: how the ranks share the model; None before the recipe is resolved, and for one
+    process.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
-    mesh: DeviceMesh | None = None
+    mesh: Mesh | None = None
+
+    def arrange(self, parallel: ParallelSection) -> "World":
+        """This world with the mesh of a resolved recipe. Collective."""
+        if self.size == 1:
+            return self
+        return replace(self, mesh=build_mesh(self.device.type, parallel.data_replicate, parallel.data_shard, parallel.expert))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
@@ -33,11 +42,20 @@ class World:
         return tensor
 
     def sum_shards(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks that hold different parts of one copy of the parameters, in place."""
-        if self.size > 1:
-            for name in ("data_shard", "expert"):
-                dist.all_reduce(tensor, group=self.mesh.get_group(name))
+        """Sum over the ranks that hold different parts of one copy of the sharded parameters, in place."""
+        if self.mesh is not None:
+            dist.all_reduce(tensor, group=self.mesh.copy_group)
         return tensor
+
+    def sum_all(self, tensors: list[Tensor]) -> None:
+        """Sum each tensor over all ranks, in place, in one collective a dtype."""
+        if self.size == 1:
+            return
+        for dtype in sorted({t.dtype for t in tensors}, key=str):
+            same = [t for t in tensors if t.dtype == dtype]
+            flat = torch.cat([t.reshape(-1) for t in same])
+            dist.all_reduce(flat)
+            torch._foreach_copy_(same, [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in same]), same, strict=True)])
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -31,6 +31,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """fp32 (fp64 for fp64) []."""
+    wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square().sum()
+
+
 class AdamW:
     """AdamW over named parameters.
 
@@ -39,12 +45,14 @@ class AdamW:
         section: the recipe's optimizer section.
         accumulate: whether several backward passes make one step.
         masters: fp32 values of the bf16 parameters before they were rounded.
-        reduce: sums a 0-dim fp32 tensor over the ranks that share the parameters (identity for one process).
+        reduce: sums a 0-dim tensor over the ranks that share the sharded (DTensor) parameters (identity for one process).
+        sum_whole: sums gradients over all ranks in place, for the parameters that are whole on every rank.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection, accumulate: bool = False,
-                 masters: dict[str, Tensor] | None = None, reduce: Callable[[Tensor], Tensor] = lambda x: x):
-        self.section, self.reduce = section, reduce
+                 masters: dict[str, Tensor] | None = None, reduce: Callable[[Tensor], Tensor] = lambda x: x,
+                 sum_whole: Callable[[list[Tensor]], None] = lambda gradients: None):
+        self.section, self.reduce, self.sum_whole = section, reduce, sum_whole
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.low: dict[str, Tensor] = {}
         self.m: dict[str, Tensor] = {}
@@ -85,15 +93,18 @@ class AdamW:
 
     def global_norm(self) -> Tensor:
         """L2 norm of the whole gradient, fp32 or fp64 [] on the device, equal on every rank."""
-        gradients = [self.gradient(name) for name in self.parameters]
-        wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide))
-        return self.reduce(norms.square().sum()).sqrt()
+        sharded, whole = [], []
+        for name, p in self.parameters.items():
+            (sharded if hasattr(p, "to_local") else whole).append(self.gradient(name))
+        squares = [self.reduce(_sum_of_squares(sharded))] if sharded else []
+        squares += [_sum_of_squares(whole)] if whole else []
+        return sum(squares).sqrt()
 
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
         """Clip, update, clear the gradients. Returns the norm before clipping; a non-finite one skips the step."""
         s = self.section
+        self.sum_whole([self.gradient(name) for name, p in self.parameters.items() if not hasattr(p, "to_local")])
         norm = self.global_norm()
         keep = norm.isfinite()
         self.skipped += ~keep

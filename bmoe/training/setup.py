@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 from bmoe.model.transformer import Transformer, Vocabulary
+from bmoe.parallel import shard
 from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
 from bmoe.training.optimizer import AdamW
@@ -97,6 +98,12 @@ def build_model(recipe: Recipe, letters: Alphabet, device: torch.device) -> Tran
     return model
 
 
+def distribute(model: Transformer, recipe: Recipe, world: World) -> None:
+    """Spread a filled fp32 model over the ranks of `world` (with a mesh), in place; nothing for one process. Collective."""
+    if world.size > 1:
+        shard.apply(model, world, recipe, stays_wide)
+
+
 def to_compute_dtype(model: nn.Module) -> None:
     """Make matrices bf16 in place; see `stays_wide`."""
     for name, parameter in model.named_parameters():
@@ -111,4 +118,4 @@ def build_optimizer(model: nn.Module, recipe: Recipe, world: World) -> AdamW:
         masters = {name: p.data for name, p in model.named_parameters() if not stays_wide(name, p)}
         to_compute_dtype(model)
     per_rank = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world.size)
-    return AdamW(model.named_parameters(), recipe.optimizer, per_rank > 1, masters, world.sum_shards)
+    return AdamW(model.named_parameters(), recipe.optimizer, per_rank > 1, masters, world.sum_shards, world.sum_all)

@@ -1,6 +1,6 @@
 """The state of a run as named tensors and numbers: what a checkpoint holds, and how it comes back.
 
-A tensor that is sharded over ranks is handed over as a DTensor with the placements of its parameter, so that any layout
+A tensor that is sharded over ranks is handed over as a DTensor of the whole, experts as [experts, ...], so that any layout
 loads what any other has saved.
 """
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bmoe.data.sampler import Position
-from bmoe.training.optimizer import AdamW
+from bmoe.parallel.shard import canonical
+from bmoe.training.optimizer import AdamW, local
 
 
 @dataclass
@@ -29,22 +30,11 @@ class Progress:
         return Progress(meta["step"], Position(*meta["position"]), meta["tokens"])
 
 
-def like_parameter(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """`value`, this rank's part of something shaped as `parameter`, with the parameter's placements."""
-    if not hasattr(parameter, "device_mesh"):
-        return value
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride(), run_check=False
-    )
-
-
 def model_tensors(model: nn.Module, optimizer: AdamW | None = None) -> dict[str, Tensor]:
     """model.NAME -> master (or, without an optimizer, the parameter itself) and persistent buffers."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = like_parameter(optimizer.master(name), parameter) if optimizer else parameter.data
+        tensors[f"model.{name}"] = canonical(model, name, optimizer.master(name) if optimizer else local(parameter.data))
     parameters = dict(model.named_parameters())
     for name, value in model.state_dict().items():
         if name not in parameters:
@@ -57,7 +47,7 @@ def all_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     tensors = model_tensors(model, optimizer)
     for kind, moments in (("m", optimizer.m), ("v", optimizer.v)):
         for name, value in moments.items():
-            tensors[f"optimizer.{kind}.{name}"] = like_parameter(value, optimizer.parameters[name])
+            tensors[f"optimizer.{kind}.{name}"] = canonical(model, name, value)
     tensors["optimizer.skipped"] = optimizer.skipped
     return tensors
 
@@ -66,6 +56,5 @@ def all_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
 def restore(model: nn.Module, optimizer: AdamW, tensors: dict[str, Tensor], step: int) -> None:
     """Put loaded tensors (those of `all_tensors`) back where they cannot be loaded in place: the split masters."""
     for name in optimizer.low:
-        value = tensors[f"model.{name}"]
-        optimizer.load_master(name, value.to_local() if hasattr(value, "to_local") else value)
+        optimizer.load_master(name, local(tensors[f"model.{name}"]))
     optimizer.step_count = step

@@ -1,0 +1,84 @@
+"""Spread a model over the ranks of a world, from outside: experts by expert parallelism, then everything by FSDP2.
+
+1. Each rank keeps E / expert of every MoE layer's experts, and `dispatch` brings it their tokens.
+2. FSDP2 shards each block's matrices over data_shard x expert, and each rank's experts over data_shard; with replicas, both
+   as HSDP. A unit is a block, its experts, or the root (embedding and head).
+3. Vectors and the router stay whole and fp32 on every rank: they are below 0.1 % of the parameters, and FSDP2 gathers one
+   unit in one dtype. The optimizer sums their gradients once a step.
+
+Nothing divides a gradient: losses are sums, divided once by the global number of targets, so gradients are summed.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from bmoe.parallel.dispatch import ExpertParallel
+from bmoe.parallel.mesh import Mesh
+from bmoe.parallel.world import World
+from bmoe.recipe import Recipe
+
+
+def apply(model: nn.Module, world: World, recipe: Recipe, whole: Callable[[str, Tensor], bool]) -> None:
+    """Spread `model` (initialised, fp32 or fp64, the same on every rank) over `world.mesh`, in place.
+
+    whole: (name, parameter) -> whether it stays whole on every rank. Collective. The forward pass computes in bf16 unless
+    the recipe's precision is fp32; gradients are reduced in fp32 and kept in the dtype of the parameters given.
+    """
+    mesh, low = world.mesh, recipe.precision.kind != "fp32"
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
+    )
+    kept = {p for name, p in model.named_parameters() if whole(name, p)}
+    for block in model.blocks:
+        if block.is_moe:
+            if recipe.parallel.expert > 1:
+                block.ffn = _expert_parallel(block.ffn, mesh)
+            fully_shard(block.ffn.experts, mesh=mesh.experts, mp_policy=policy, shard_placement_fn=_evenly(mesh), ignored_params=kept)
+        fully_shard(block, mesh=mesh.dense, mp_policy=policy, ignored_params=kept)
+    fully_shard(model, mesh=mesh.dense, mp_policy=policy, ignored_params=kept)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_parallel(layer: nn.Module, mesh: Mesh) -> ExpertParallel:
+    """Cut the experts of an MoE layer down to this rank's, and put the dispatch around them."""
+    experts, group = layer.experts, mesh.expert_group
+    total = experts.experts
+    here = total // group.size()
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        part = parameter.data[group.rank() * here : (group.rank() + 1) * here].clone()
+        setattr(experts, name, nn.Parameter(part))
+    experts.experts = here
+    return ExpertParallel(layer, total, mesh.canonical)
+
+
+def _evenly(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
+    """Cut experts along the first dimension that data_shard divides: FSDP2 pads dimension 0 only."""
+    shards = mesh.canonical.size(1)
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(next((dim for dim in range(parameter.ndim) if parameter.shape[dim] % shards == 0), 0))
+
+    return placement
+
+
+def canonical(model: nn.Module, name: str, value: Tensor) -> Tensor:
+    """`value`, this rank's part of something shaped as the parameter `name`, as a DTensor of the whole: [experts, ...] for
+    experts, whatever the layout. A parameter that lives whole on every rank gives `value` itself."""
+    parameter = model.get_parameter(name)
+    if not isinstance(parameter, DTensor):
+        return value
+    owner = model.get_submodule(name.split(".experts.")[0]) if ".experts." in name else None
+    if not isinstance(owner, ExpertParallel):
+        return DTensor.from_local(
+            value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride(), run_check=False
+        )
+    shape = torch.Size([owner.total, *parameter.shape[1:]])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(value, owner.mesh, (Shard(0), parameter.placements[-1]), shape=shape, stride=stride, run_check=False)

@@ -1,0 +1,167 @@
+"""What the ranks of a test world run; `train(0, 1, ...)` without a world is the one process that all are compared with."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bmoe import recipe as recipes
+from bmoe.data.alphabet import alphabet
+from bmoe.data.loader import TrainingLoader
+from bmoe.data.sampler import Position
+from bmoe.parallel import dispatch
+from bmoe.parallel.world import World
+from bmoe.training import setup, state
+from bmoe.training.loop import Trainer
+from bmoe.training.optimizer import AdamW
+
+SLOTS, EXPERTS = 96, 8
+
+
+class Proteins:
+    """Random proteins in memory, for what training needs of Shards."""
+
+    clusters = None
+
+    def __init__(self, number: int = 400, seed: int = 0):
+        self.alphabet = alphabet("protein")
+        draw = np.random.default_rng(seed)
+        self.lengths = draw.integers(3, 60, number)
+        self._ids = [draw.choice(self.alphabet.residues, n).astype(np.uint8) for n in self.lengths]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def sequence(self, index: int) -> np.ndarray:
+        return self._ids[index]
+
+    def soft_mask(self, index: int) -> None:
+        return None
+
+
+def make_recipe(layout: tuple[int, int, int], batches: int = 4, **sections) -> recipes.Recipe:
+    """layout: (data_replicate, data_shard, expert). batches: per step, over all ranks."""
+    replicas, shards, expert = layout
+    values: dict[str, Any] = {
+        "data": {"max_length": 48, "tokens_per_batch": SLOTS},
+        "model": {
+            "layers": 2, "width": 32, "heads": 4, "norm": "layernorm", "bias": True,
+            "moe": {"experts": EXPERTS, "top_k": 2, "expert_width": 24, "shared_experts": 1, "bias_update": 0.01, "balance_loss": 0.05,
+                    "z_loss": 0.01},
+        },
+        "precision": {"kind": "fp32"},
+        "backend": {"experts": "loop"},
+        "parallel": {"data_replicate": replicas, "data_shard": shards, "expert": expert},
+        "optimizer": {"clip_norm": 0.05, "lr": 0.01},
+        "schedule": {"warmup_steps": 0},
+        "training": {"steps": 10, "tokens_per_step": SLOTS * batches, "validation_tokens": 512},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return recipes.validate(values)
+
+
+def build(rank: int, size: int, recipe: recipes.Recipe, dtype: torch.dtype = torch.float64):
+    """(world, model, optimizer) as training builds them, in `dtype`."""
+    world = World(torch.device("cpu"), rank, size)
+    recipe, _ = setup.resolve(recipe, world)
+    world = world.arrange(recipe.parallel)
+    model = setup.build_model(recipe, alphabet("protein"), world.device).to(dtype)
+    starve(model)
+    setup.distribute(model, recipe, world)
+    return world, model, setup.build_optimizer(model, recipe, world)
+
+
+def starve(model) -> None:
+    """Experts 0, 1 (one whole rank of four) and 5 get no token."""
+    for index in model.moe_layers:
+        model.blocks[index].ffn.router.selection_bias[[0, 1, 5]] = -100.0
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Whole copies of (sharded) tensors."""
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone().numpy() for name, t in tensors.items()}
+
+
+def gradients(model, optimizer: AdamW) -> dict[str, np.ndarray]:
+    return whole({name: state.canonical(model, name, optimizer.gradient(name)) for name in optimizer.parameters})
+
+
+class _Quiet:
+    def record(self, record: dict) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+def make_trainer(folder, recipe, shards, model, optimizer, world, progress=None) -> Trainer:
+    return Trainer(recipe, folder, shards, model, optimizer, world, progress or state.Progress(), _Quiet(), dict, lambda *_: None)
+
+
+def train(rank: int, size: int, layout=(1, 1, 1), batches: int = 4, dtype: str = "float64", steps: int = 3, sabotage: str = "",
+          folder: str = "/tmp", **sections) -> dict:
+    """Losses and norms of `steps` steps, the first step's gradients (before clipping), and all state after the last."""
+    from pathlib import Path
+
+    recipe = make_recipe(layout, batches, **sections)
+    world, model, optimizer = build(rank, size, recipe, getattr(torch, dtype))
+    trainer = make_trainer(Path(folder), recipe, Proteins(), model, optimizer, world)
+    undo = break_on_purpose(sabotage, model, optimizer)
+    first: dict = {}
+    take = optimizer.step
+
+    def spy(lr: float):
+        if not first:
+            for name, p in optimizer.parameters.items():
+                first[name] = p
+            optimizer.sum_whole([optimizer.gradient(n) for n, p in optimizer.parameters.items() if not hasattr(p, "to_local")])
+            first.update(gradients(model, optimizer))
+            summed, optimizer.sum_whole = optimizer.sum_whole, lambda gradients: None
+            norm = take(lr)
+            optimizer.sum_whole = summed
+            return norm
+        return take(lr)
+
+    optimizer.step = spy
+    losses, norms = [], []
+    loader = TrainingLoader(trainer.shards, recipe, Position(0, 0), rank, size)
+    with loader:
+        for step in range(1, steps + 1):
+            sums, norm, _ = trainer._step(loader.next().batches, 0.01, step)
+            flat = world.sum(torch.stack([sums.loss.double(), sums.balance_L.sum().double(), sums.z_L.sum().double()]))
+            losses.append(flat.numpy().copy())
+            norms.append(float(norm))
+    undo()
+    return {
+        "losses": np.array(losses), "norms": np.array(norms), "gradients": first, "state": whole(state.all_tensors(model, optimizer)),
+    }
+
+
+def break_on_purpose(how: str, model, optimizer: AdamW):
+    """Faults that the comparison must see. Returns what mends them."""
+    if how == "expert gradient twice":
+        for name, p in model.named_parameters():
+            if ".experts." in name:
+                kept = optimizer.gradient
+                optimizer.gradient = lambda n, kept=kept, which=name: kept(n) * (2.0 if n == which else 1.0)
+        return lambda: None
+    if how == "norm over own shards":
+        optimizer.reduce = lambda x: x
+        return lambda: None
+    if how == "experts of rank 0":
+        kept = dispatch._Counts.plan
+
+        def plan(self):
+            good = kept(self)
+            swapped = good.expert_M.flip(0) if good.expert_M.numel() else good.expert_M
+            return good._replace(expert_M=swapped)
+
+        dispatch._Counts.plan = plan
+        return lambda: setattr(dispatch._Counts, "plan", kept)
+    assert not how
+    return lambda: None
+
+
+def hello(rank: int, size: int) -> int:
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    return int(total)
