@@ -1,0 +1,82 @@
+"""Reading the small files that users bring to an evaluation: tables and FASTA, plain or compressed."""
+
+import bz2
+import csv
+import gzip
+import importlib
+import io
+import lzma
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+from Bio.SeqIO.FastaIO import SimpleFastaParser
+
+from bmoe.data.alphabet import Alphabet
+from bmoe.errors import RequestError
+
+OPENERS = {b"\x1f\x8b": gzip.decompress, b"BZh": bz2.decompress, b"\xfd7zXZ": lzma.decompress}
+
+
+def science(name: str, what: str) -> ModuleType:
+    """A module of the extra `science`; RequestError that names the extra where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise RequestError(f"{what} needs {name.split('.')[0]}: install it with pip install 'bmoe[science]'") from None
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file, without a BOM; gzip, bzip2 and xz by their first bytes. RequestError if it cannot be read."""
+    try:
+        data = Path(path).read_bytes()
+        for magic, opened in OPENERS.items():
+            if data.startswith(magic):
+                data = opened(data)
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (EOFError, UnicodeDecodeError, ValueError, lzma.LZMAError):
+        raise RequestError(f"{path} is damaged or no text file") from None
+
+
+def read_table(path: str | Path) -> tuple[list[str], list[list[str]]]:
+    """Column names and rows of a table with commas, semicolons or tabs, whichever its first line has most of.
+
+    Short rows are filled up, empty lines left out. RequestError for a file without rows.
+    """
+    text = read_text(path)
+    head = text.split("\n", 1)[0]
+    delimiter = max("\t;,", key=head.count)
+    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) if any(cell.strip() for cell in row)]
+    if len(rows) < 2:
+        raise RequestError(f"{path} has no rows below its line of column names")
+    names = [name.strip() for name in rows[0]]
+    return names, [[cell.strip() for cell in row] + [""] * (len(names) - len(row)) for row in rows[1:]]
+
+
+def numeric(cells: list[str]) -> np.ndarray:
+    """Cells as float64; nan where a cell is empty or no number."""
+    out = np.full(len(cells), np.nan)
+    for i, cell in enumerate(cells):
+        try:
+            out[i] = float(cell)
+        except ValueError:
+            continue
+    return out
+
+
+def read_fasta(path: str | Path, letters: Alphabet) -> list[tuple[str, np.ndarray]]:
+    """(header without `>`, token ids without specials) of every record; gaps and stops are removed.
+
+    RequestError for a file without records, or a record without letters.
+    """
+    records = []
+    for header, sequence in SimpleFastaParser(io.StringIO(read_text(path), newline=None)):
+        kept = sequence.translate(str.maketrans("", "", " \t-.*"))
+        if not kept:
+            raise RequestError(f"{path}: the record {header.strip()[:60]!r} has no letters")
+        records.append((header.strip(), letters.encode(kept.encode("ascii", "replace"))))
+    if not records:
+        raise RequestError(f"{path} has no FASTA record (a line that begins with >)")
+    return records
