@@ -1,0 +1,73 @@
+"""Inputs in other formats, read by Biopython and handed on as FASTA, so that everything after the record is the same."""
+
+import io
+from collections.abc import Iterator
+
+from bmoe.errors import RequestError
+
+BIOPYTHON = {"genbank": "genbank", "embl": "embl", "swissprot": "swiss"}
+BLOCK = 1 << 20
+
+
+class _Text(io.RawIOBase):
+    """Chunks of bytes as a raw stream."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self._chunks, self._rest = chunks, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = chunk
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def as_fasta(chunks: Iterator[bytes], format: str, name: str) -> Iterator[bytes]:
+    """Records of a GenBank, EMBL, Swiss-Prot or FASTQ stream as FASTA text: two lines a record, `>id description`.
+
+    RequestError, with the number of the record, where Biopython cannot read on.
+    """
+    text = io.TextIOWrapper(io.BufferedReader(_Text(chunks), BLOCK), encoding="utf-8", errors="replace")
+    parts, size, number = [], 0, 0
+    records = _fastq(text) if format == "fastq" else _annotated(text, format)
+    while True:
+        try:
+            header, sequence = next(records)
+        except StopIteration:
+            break
+        except (ValueError, AssertionError, KeyError, IndexError, AttributeError, TypeError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RequestError(f"{name} is no readable {format}: record {number + 1} fails ({reason})") from None
+        number += 1
+        parts.append(f">{' '.join(header.split())}\n{sequence}\n".encode())
+        size += len(parts[-1])
+        if size >= BLOCK:
+            yield b"".join(parts)
+            parts, size = [], 0
+    if not number:
+        raise RequestError(f"{name} has no {format} record")
+    yield b"".join(parts)
+
+
+def _fastq(text) -> Iterator[tuple[str, str]]:
+    from Bio.SeqIO.QualityIO import FastqGeneralIterator  # imported here: only these formats need Biopython
+
+    return ((title, sequence) for title, sequence, _ in FastqGeneralIterator(text))
+
+
+def _annotated(text, format: str) -> Iterator[tuple[str, str]]:
+    from Bio import SeqIO
+    from Bio.Seq import UndefinedSequenceError
+
+    for record in SeqIO.parse(text, BIOPYTHON[format]):
+        try:
+            yield f"{record.id} {record.description}", str(record.seq)
+        except UndefinedSequenceError:
+            yield f"{record.id} {record.description}", ""  # an entry without its sequence: counted as empty

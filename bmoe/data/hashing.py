@@ -1,0 +1,121 @@
+"""Hashes of sequences and what follows from them: the split, and the test for duplicates.
+
+Sequences are hashed with XXH3 (64 bits, seed 0; its output is fixed by its specification since version 0.8.0), over their
+ids before any byte-pair encoding, so that a split is the same on every machine, in every order and for every version.
+"""
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+PARTITIONS, WIDE = 16, 8  # a bucket of 8 hashes is a cache line
+MAX_LOAD, GROWTH = 0.75, 1.35
+STEP = np.uint64(0xD1342543DE82EF95)  # odd, so that a key's way through the buckets is another for each key
+REBUILD = 4096  # buckets moved at a time when a table grows
+
+
+def hashes(items: list[bytes]) -> np.ndarray:
+    """XXH3 of every item, uint64, never 0."""
+    found = np.fromiter(map(xxh3_64_intdigest, items), np.uint64, len(items))
+    found[found == 0] = 1  # 0 marks an empty slot in HashSet
+    return found
+
+
+def split_of(hash_n: np.ndarray, valid: float, test: float, seed: int) -> np.ndarray:
+    """Split of every hash, uint8: 0 train, 1 valid, 2 test, uniformly by share. Another seed is another split."""
+    x = hash_n + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)  # splitmix64 (Steele et al., OOPSLA 2014)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    share = ((x ^ (x >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) / 2.0**53
+    return (share < valid + test).astype(np.uint8) + ((share >= valid) & (share < valid + test))
+
+
+class HashSet:
+    """A set of 64-bit hashes in at most 16 bytes each.
+
+    PARTITIONS tables of buckets of WIDE hashes, which grow one at a time by GROWTH when they are MAX_LOAD full, so that
+    the load stays between 0.55 and 0.75 (11 to 14.4 bytes a hash) and growing needs room for one table only. Among n different
+    sequences the chance of one false duplicate is n^2 / 2^65: 1e-4 for 60 million.
+    """
+
+    def __init__(self):
+        self._tables = [np.zeros((64, WIDE), np.uint64) for _ in range(PARTITIONS)]
+        self._used = np.zeros(PARTITIONS, np.int64)
+
+    def __len__(self) -> int:
+        return int(self._used.sum())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self._tables)
+
+    def add(self, hash_n: np.ndarray) -> np.ndarray:
+        """Put hashes in; True where a hash was new, once for each (its first place). bool [n]."""
+        new = np.zeros(hash_n.size, bool)
+        if not hash_n.size:
+            return new
+        order = np.argsort(hash_n)
+        ordered = hash_n[order]
+        first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+        ordered, order = ordered[first], np.minimum.reduceat(order, first)
+        tops = np.arange(1, PARTITIONS, dtype=np.uint64) * np.uint64(2**64 // PARTITIONS)
+        bounds = [0, *np.searchsorted(ordered, tops).tolist(), ordered.size]
+        for part in range(PARTITIONS):
+            begin, end = bounds[part], bounds[part + 1]
+            if begin < end:
+                new[order[begin:end]] = self._add(part, ordered[begin:end])
+        return new
+
+    def _add(self, part: int, keys: np.ndarray) -> np.ndarray:
+        table = self._tables[part]
+        needed = self._used[part] + keys.size
+        if needed > MAX_LOAD * table.size:
+            buckets = table.shape[0]
+            while needed > MAX_LOAD * buckets * WIDE:
+                buckets = int(buckets * GROWTH)
+            self._tables[part] = table = _rebuilt(table, buckets)
+        added = _insert(table, keys)
+        self._used[part] += np.count_nonzero(added)
+        return added
+
+
+def _bucket(keys: np.ndarray, buckets: int) -> np.ndarray:
+    """Bucket of each key, from bits that the partition does not use. int64 like keys."""
+    return (((keys >> np.uint64(8)) & np.uint64(0xFFFFFFFF)) * np.uint64(buckets) >> np.uint64(32)).astype(np.int64)
+
+
+def _rebuilt(table: np.ndarray, buckets: int) -> np.ndarray:
+    """A table of that many buckets with the same keys, moved a part at a time."""
+    larger = np.zeros((buckets, WIDE), np.uint64)
+    for begin in range(0, table.shape[0], REBUILD):
+        keys = table[begin : begin + REBUILD]
+        keys = keys[keys != 0]
+        bucket = _bucket(keys, buckets)
+        order = np.argsort(bucket, kind="stable")
+        keys, bucket = keys[order], bucket[order]
+        place = np.arange(keys.size) - np.searchsorted(bucket, bucket)
+        place += WIDE - np.count_nonzero(larger[bucket] == 0, axis=1)  # the part before may have used the bucket
+        fits = place < WIDE
+        larger[bucket[fits], place[fits]] = keys[fits]
+        _insert(larger, keys[~fits])
+    return larger
+
+
+def _insert(table: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Put different keys into the first bucket with room on their way, all at once. Returns which were not there before."""
+    added = np.zeros(keys.size, bool)
+    rest, probe = np.arange(keys.size), keys
+    while rest.size:
+        key, at = keys[rest], _bucket(probe, table.shape[0])
+        held = table[at]
+        known = (held == key[:, None]).any(1)
+        free = held == 0
+        place = free.argmax(1)
+        room = free[np.arange(rest.size), place] & ~known
+        table[at[room], place[room]] = key[room]  # of several keys for one place the last stays
+        mine = room & (table[at, place] == key)
+        added[rest[mine]] = True
+        more = ~(known | mine)
+        full = ~room[more]
+        rest, probe = rest[more], probe[more]
+        probe = np.where(full, probe * STEP, probe)
+    return added

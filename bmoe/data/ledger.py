@@ -1,0 +1,340 @@
+"""The ledger of a preparation: what has been read, what is kept, and where it stands in the shards.
+
+It sees the summaries of batches in the order of the input, so its decisions (duplicates, places) do not depend on who parsed
+what. Bulk data it never sees: workers write tokens and headers themselves at the places it assigns. Its whole state is a few
+numbers, saved in a journal, plus files that only grow, so that a killed run continues from the last journal.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bmoe.data.batch import NOTES, Batch, Note, Summary
+from bmoe.data.hashing import HashSet
+from bmoe.data.options import PrepareOptions
+from bmoe.data.shards import SPLITS
+from bmoe.errors import RunError
+
+SHARD_TOKENS = 1 << 30  # a shard takes no further sequence once it has so many tokens
+PARTIAL = ".partial"  # ending of a file that is not whole yet
+LENGTHS = 1 << 16  # longer sequences share the last bin of the histogram of lengths
+LOG = "prepare.log"
+SCRATCH = ".prepare"  # folder of what only the preparation needs
+IDENTIFIER = np.dtype([("hash", "<u8"), ("source", "<u4"), ("line", "<u8")])
+
+
+class Write(NamedTuple):
+    """Sequences of a batch (their numbers) for one shard, and where their tokens and headers go, in items."""
+
+    shard: str
+    rows: np.ndarray
+    tokens_at: int
+    headers_at: int
+
+
+class Plan(NamedTuple):
+    """What happens with a batch: where sequences go, and which are duplicates (their numbers)."""
+
+    writes: list[Write]
+    duplicates: np.ndarray
+
+
+@dataclass
+class Totals:
+    """Counts of everything read so far; plain numbers, saved in the journal."""
+
+    records_read: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    letters: dict[str, int] = field(default_factory=dict)
+    noted: dict[str, int] = field(default_factory=dict)
+    open_kept: bool = False  # the record that a fragment left open has a sequence in the shards
+    sequences: list[int] = field(default_factory=lambda: [0] * len(SPLITS))
+    residues: list[int] = field(default_factory=lambda: [0] * len(SPLITS))
+    shard: list[dict] = field(default_factory=lambda: [{"number": 0, "sequences": 0, "tokens": 0, "headers": 0, "runs": 0} for _ in SPLITS])
+    shards: list[list[dict]] = field(default_factory=lambda: [[] for _ in SPLITS])
+
+
+class Ledger:
+    """Decides about batches and keeps the small files: offsets, clusters, hashes, soft masks, the log.
+
+    Args:
+        out: folder of the shards. options: of the preparation. clustered: whether sequences have clusters.
+        masked: whether they have soft masks. hashes: keep hashes beside the shards (parts of a job array).
+    """
+
+    def __init__(self, out: Path, options: PrepareOptions, clustered: bool, masked: bool, hashes: bool):
+        self.out, self.options = out, options
+        self.clustered, self.masked, self.hashes = clustered, masked, hashes
+        self.totals = Totals()
+        self.length_counts = np.zeros(LENGTHS + 1, np.int64)
+        self.seen = HashSet() if options.dedup else None
+        self._files: dict[str, object] = {}
+        self._scratch = out / SCRATCH
+
+    # deciding -----------------------------------------------------------------------------------------------------------
+
+    def decide(self, summary: Summary) -> Plan:
+        """Take a batch in: which of its sequences are new, and where they are stored."""
+        totals = self.totals
+        totals.records_read += summary.records
+        for mine, theirs in ((totals.dropped, summary.dropped), (totals.letters, summary.letters)):
+            for what, number in theirs.items():
+                mine[what] = mine.get(what, 0) + number
+        duplicates = np.zeros(0, np.int64)
+        new = np.ones(summary.hash.size, bool)
+        if self.seen is not None and summary.hash.size:
+            new = self.seen.add(summary.hash)
+            duplicates = np.flatnonzero(~new)
+            self._append(self._scratch / "kept", summary.hash[new])
+            self._append(self._scratch / "duplicates", summary.hash[duplicates])
+        self._count_duplicates(summary, new)
+        kept = np.flatnonzero(new)
+        lengths = summary.length[kept]
+        self.length_counts += np.bincount(np.minimum(lengths, LENGTHS), minlength=LENGTHS + 1)
+        writes = []
+        splits = summary.split[kept]
+        for split in range(len(SPLITS)):
+            rows = kept[splits == split] if splits.any() else (kept if split == 0 else kept[:0])
+            if rows.size:
+                writes.extend(self._place(split, rows, summary))
+        return Plan(writes, duplicates)
+
+    def _count_duplicates(self, summary: Summary, new: np.ndarray) -> None:
+        """A record is a duplicate when all its sequences are; duplicate parts of other records are counted apart."""
+        totals = self.totals
+        if new.all() and not (summary.continued or summary.open):
+            return
+        records = int(summary.record[-1]) + 1 if summary.record.size else 0
+        parts = np.bincount(summary.record, minlength=records)
+        fresh = np.bincount(summary.record[new], minlength=records)
+        gone = int(np.count_nonzero((parts > 0) & (fresh == 0)))
+        partly = int(np.sum(parts[fresh > 0] - fresh[fresh > 0]))
+        if summary.continued or summary.open:
+            totals.open_kept |= bool(new.any())
+            lost = 0
+            if not summary.open:
+                lost = 0 if totals.open_kept else 1
+                totals.open_kept = False
+            partly, gone = int(np.count_nonzero(~new)), 0
+            if lost:
+                totals.dropped["duplicate"] = totals.dropped.get("duplicate", 0) + lost
+        if gone:
+            totals.dropped["duplicate"] = totals.dropped.get("duplicate", 0) + gone
+        if partly:
+            totals.letters["parts_duplicate"] = totals.letters.get("parts_duplicate", 0) + partly
+
+    def _place(self, split: int, rows: np.ndarray, summary: Summary) -> list[Write]:
+        """Assign places to the sequences `rows` of a split, opening a new shard when one is full."""
+        writes = []
+        lengths = summary.length[rows]
+        while rows.size:
+            shard = self.totals.shard[split]
+            ends = shard["tokens"] + np.cumsum(lengths)
+            take = int(np.searchsorted(ends, SHARD_TOKENS)) + 1  # the sequence that fills the shard is its last
+            name = f"{SPLITS[split]}-{shard['number']:05d}"
+            part = rows[:take]
+            writes.append(Write(name, part, shard["tokens"], shard["headers"]))
+            self._grow(split, name, part, summary, ends[:take])
+            rows, lengths = rows[take:], lengths[take:]
+            if shard["tokens"] >= SHARD_TOKENS:
+                self._close(split)
+        return writes
+
+    def _grow(self, split: int, name: str, rows: np.ndarray, summary: Summary, ends: np.ndarray) -> None:
+        shard, totals = self.totals.shard[split], self.totals
+        begin = shard["tokens"]
+        self._append_offsets(name, "offsets", shard["sequences"], ends)
+        shard["tokens"] = int(ends[-1])
+        if summary.header_length is not None:
+            ends = shard["headers"] + np.cumsum(summary.header_length[rows])
+            self._append_offsets(name, "headers.offsets", shard["sequences"], ends)
+            shard["headers"] = int(ends[-1])
+        if self.clustered:
+            self._append(self._path(name, "clusters"), summary.cluster[rows])
+        if self.hashes:
+            self._append(self._path(name, "hashes"), summary.hash[rows])
+        if self.masked:
+            counts = summary.mask_count[rows]
+            ends = np.cumsum(summary.mask_count)
+            runs = np.repeat(ends[rows] - counts, counts) + _within(counts)
+            self._append(self._path(name, "softmask"), summary.mask_runs[runs])
+            self._append_offsets(name, "softmask.offsets", shard["sequences"], shard["runs"] + np.cumsum(counts))
+            shard["runs"] += int(counts.sum())
+        shard["sequences"] += rows.size
+        totals.sequences[split] += rows.size
+        totals.residues[split] += shard["tokens"] - begin
+
+    def _close(self, split: int) -> None:
+        shard = self.totals.shard[split]
+        name = f"{SPLITS[split]}-{shard['number']:05d}"
+        for key in [key for key in self._files if Path(key).name.startswith(name + ".")]:
+            self._files.pop(key).close()
+        self.totals.shards[split].append({"name": name, "sequences": shard["sequences"], "residues": shard["tokens"]})
+        self.totals.shard[split] = {"number": shard["number"] + 1, "sequences": 0, "tokens": 0, "headers": 0, "runs": 0}
+
+    def close_shards(self) -> None:
+        """Close the last shard of every split."""
+        for split in range(len(SPLITS)):
+            if self.totals.shard[split]["sequences"]:
+                self._close(split)
+
+    # small files --------------------------------------------------------------------------------------------------------
+
+    def identifiers(self, summary: Summary, source: int, first_line: int) -> None:
+        """Remember the identifiers of a batch, to find those that stand twice."""
+        known = np.flatnonzero(summary.identifier_hash)
+        rows = np.empty(known.size, IDENTIFIER)
+        rows["hash"], rows["source"] = summary.identifier_hash[known], source
+        rows["line"] = summary.identifier_line[known] + first_line
+        self._append(self._scratch / "identifiers", rows)
+
+    def log(self, source: str, first_line: int, notes: list[Note]) -> None:
+        """Write notes as `file:line:id<TAB>reason<TAB>detail`; of each reason the first NOTES."""
+        lines = []
+        for note in sorted(notes, key=lambda note: note.line):
+            number = self.totals.noted[note.reason] = self.totals.noted.get(note.reason, 0) + 1
+            if number <= NOTES:
+                lines.append(f"{source}:{first_line + note.line}:{note.identifier}\t{note.reason}\t{note.detail}".rstrip() + "\n")
+        if lines:
+            self._append(self.out / (LOG + PARTIAL), "".join(lines).encode())
+
+    def text_before(self, source: str, lines: int) -> None:
+        """Note text before the first record of an input."""
+        self.totals.letters["text_lines_before_first_record"] = self.totals.letters.get("text_lines_before_first_record", 0) + lines
+        self._append(self.out / (LOG + PARTIAL), f"{source}:1:\ttext_before_first_record\t{lines}\n".encode())
+
+    def end_log(self) -> None:
+        """Say how much was noted; the log has the first NOTES lines of each reason."""
+        lines = [f"# {reason}: {number}\n" for reason, number in sorted(self.totals.noted.items())]
+        self._append(self.out / (LOG + PARTIAL), "".join(lines).encode())
+
+    def _path(self, name: str, kind: str) -> Path:
+        return self.out / f"{name}.{kind}{PARTIAL}"
+
+    def _append_offsets(self, name: str, kind: str, sequences: int, ends: np.ndarray) -> None:
+        path = self._path(name, kind)
+        if sequences == 0:
+            self._append(path, np.zeros(1, np.int64))
+        self._append(path, ends)
+
+    def _append(self, path: Path, data) -> None:
+        self._open(path).write(data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
+
+    def _open(self, path: Path):
+        key = str(path)
+        if key not in self._files:
+            self._files[key] = path.open("ab", buffering=1 << 18)
+        return self._files[key]
+
+    # journal ------------------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        for file in self._files.values():
+            file.flush()
+
+    def save(self, journal: dict) -> None:
+        """Write the journal: everything up to here is in the files. A kill in between leaves the journal before."""
+        self.flush()
+        sizes = {os.path.relpath(path, self.out): file.tell() for path, file in self._files.items()}
+        for split, name in enumerate(SPLITS):
+            shard = self.totals.shard[split]
+            if shard["sequences"]:
+                stem = f"{name}-{shard['number']:05d}"
+                sizes[f"{stem}.tokens{PARTIAL}"] = shard["tokens"] * journal["item"]
+                if self.options.keep_headers:
+                    sizes[f"{stem}.headers{PARTIAL}"] = shard["headers"]
+        lengths = np.flatnonzero(self.length_counts)
+        state = journal | {
+            "totals": self.totals.__dict__,
+            "lengths": [lengths.tolist(), self.length_counts[lengths].tolist()],
+            "sizes": sizes,
+        }
+        temporary = self._scratch / "journal.new"
+        temporary.write_text(json.dumps(state))
+        os.replace(temporary, self._scratch / "journal")
+
+    def restore_totals(self, state: dict) -> None:
+        """Take the numbers of a journal."""
+        self.totals = Totals(**state["totals"])
+        places, counts = state["lengths"]
+        self.length_counts[places] = counts
+
+    def restore(self, state: dict) -> None:
+        """Go back to a journal: cut files to their size then, drop younger ones, read the hashes kept so far."""
+        self.restore_totals(state)
+        closed = {shard["name"] for shards in self.totals.shards for shard in shards}
+        for path in [*self.out.glob("*" + PARTIAL), *self._scratch.iterdir()]:
+            key = os.path.relpath(path, self.out)
+            if key in state["sizes"]:
+                if path.stat().st_size < state["sizes"][key]:
+                    raise RunError(f"{path} is shorter than the journal says: remove {self.out} and start again")
+                os.truncate(path, state["sizes"][key])
+            elif path.name.partition(".")[0] not in closed and path.name not in ("journal", "clusters.npy", "lock"):
+                path.unlink()
+        if self.seen is not None and (self._scratch / "kept").exists():
+            with (self._scratch / "kept").open("rb") as file:
+                while block := file.read(1 << 22):
+                    self.seen.add(np.frombuffer(block, "<u8"))
+        for key in state["sizes"]:
+            if not key.endswith((f".tokens{PARTIAL}", f".headers{PARTIAL}")):
+                self._open(self.out / key)
+
+    def close(self) -> None:
+        """Close the small files."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+
+def _within(counts: np.ndarray) -> np.ndarray:
+    """0 .. c-1 for every count c, joined."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+class Bulk:
+    """Writes tokens and headers of a worker's batches at their places."""
+
+    def __init__(self, out: Path):
+        self._out, self._open = out, {}
+
+    def write(self, batch: Batch, plan: Plan) -> None:
+        """Store what the plan keeps. OSError where the disk does not take it."""
+        for write in plan.writes:
+            tokens = _joined(batch.tokens, batch.start, batch.end, write.rows)
+            self._put(f"{write.shard}.tokens{PARTIAL}", tokens, write.tokens_at * batch.tokens.itemsize)
+            if batch.summary.header_length is not None:
+                headers = b"".join([batch.headers[r] for r in write.rows.tolist()])
+                self._put(f"{write.shard}.headers{PARTIAL}", headers, write.headers_at)
+
+    def _put(self, name: str, data: bytes, offset: int) -> None:
+        if name not in self._open:
+            if len(self._open) > 32:
+                self.close()
+            self._open[name] = os.open(self._out / name, os.O_CREAT | os.O_WRONLY, 0o666)
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._open[name], view, offset)
+            view, offset = view[written:], offset + written
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open = {}
+
+
+def _joined(tokens: np.ndarray, start: np.ndarray, end: np.ndarray, rows: np.ndarray) -> bytes:
+    """Bytes of the sequences `rows`, neighbours taken together."""
+    if not rows.size:
+        return b""
+    begin, stop = start[rows], end[rows]
+    breaks = np.flatnonzero(begin[1:] != stop[:-1]) + 1
+    first, last = np.append(0, breaks), np.append(breaks, rows.size) - 1
+    data = memoryview(tokens).cast("B")
+    size = tokens.itemsize
+    return b"".join([data[a * size : b * size] for a, b in zip(begin[first].tolist(), stop[last].tolist(), strict=True)])

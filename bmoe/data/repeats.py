@@ -1,0 +1,62 @@
+"""Which of many 64-bit hashes stand more than once, in little memory: a file of them is dealt into buckets, then sorted."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+ROWS = 1 << 21  # of a bucket
+
+
+def buckets(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """The rows of a file of `dtype` (a hash, or with a field `hash`), by ranges of the hash, each range whole."""
+    rows = path.stat().st_size // dtype.itemsize if path.exists() else 0
+    if rows <= ROWS:
+        if rows:
+            yield np.fromfile(path, dtype)
+        return
+    count = 1 << int(np.ceil(np.log2(2 * rows / ROWS)))
+    names = [path.with_name(f"{path.name}.{k}") for k in range(count)]
+    files = [name.open("wb", buffering=1 << 14) for name in names]
+    with path.open("rb") as file:
+        while block := file.read(ROWS // 8 * dtype.itemsize):
+            part = np.frombuffer(block, dtype)
+            bucket = (_hash(part) >> np.uint64(64 - int(np.log2(count)))).astype(np.int64)
+            order = np.argsort(bucket, kind="stable")
+            ends = np.searchsorted(bucket[order], np.arange(count), side="right").tolist()
+            for k, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                if begin < end:
+                    files[k].write(part[order[begin:end]].tobytes())
+    for file, name in zip(files, names, strict=True):
+        file.close()
+    for name in names:
+        yield np.fromfile(name, dtype)
+        name.unlink()
+
+
+def distinct(path: Path) -> int:
+    """Number of different hashes in a file of uint64."""
+    return sum(int(np.unique(rows).size) for rows in buckets(path, np.dtype("<u8")))
+
+
+def repeated(path: Path, dtype: np.dtype, keep: int) -> tuple[int, np.ndarray]:
+    """How many rows have a hash that an earlier row has, and the first `keep` of them, in the file's order by source and line."""
+    count, found = 0, []
+    for rows in buckets(path, dtype):
+        order = np.argsort(rows["hash"], kind="stable")
+        rows = rows[order]
+        again = rows[1:][rows["hash"][1:] == rows["hash"][:-1]]
+        count += again.size
+        found.append(again)
+        if sum(map(len, found)) > 4 * keep:
+            found = [_first(found, keep)]
+    return count, _first(found, keep) if found else np.zeros(0, dtype)
+
+
+def _first(found: list[np.ndarray], keep: int) -> np.ndarray:
+    rows = np.concatenate(found)
+    return rows[np.lexsort((rows["line"], rows["source"]))][:keep]
+
+
+def _hash(rows: np.ndarray) -> np.ndarray:
+    return rows["hash"] if rows.dtype.names else rows

@@ -1,0 +1,177 @@
+"""Prepared sequences on disk: a folder of memory-mapped shards under one manifest.
+
+    manifest.json              format, alphabet, options, sources, splits -> shards -> files with bytes and SHA-256, counts
+    train-00000.tokens         ids without specials, uint8 or little-endian uint16, one sequence after the other
+    train-00000.offsets        int64 [n+1], where each sequence begins, in tokens
+    train-00000.headers        header lines without `>`, and
+    train-00000.headers.offsets   int64 [n+1], in bytes (absent with --no-keep-headers)
+    train-00000.clusters       int64 [n], a number per cluster: equal numbers, same cluster (with --clusters)
+    train-00000.softmask       uint32 [m, 2], begin and end of lower-case runs within their sequence (DNA), and
+    train-00000.softmask.offsets  int64 [n+1], which runs belong to a sequence
+    train-00000.hashes         uint64 [n], hash of each sequence (parts of a job array; used by --merge)
+    train-00000.excluded       int64, ascending numbers of sequences that an earlier part holds too (after --merge)
+
+A sequence is stored whole; cropping is the sampler's business.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from bmoe.data.alphabet import Alphabet, alphabet
+from bmoe.errors import RequestError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SPLITS = ("train", "valid", "test")
+
+
+def read_manifest(directory: str | Path) -> dict:
+    """The manifest of a folder of shards; RequestError where there is none, or of another format."""
+    path = Path(directory) / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RequestError(f"{directory} holds no prepared data ({MANIFEST} is missing): run `bmoe prepare` first") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read ({error}): prepare the data again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise RequestError(f"{path} has another format than {FORMAT}: prepare the data again with this version")
+    return manifest
+
+
+class Shards:
+    """One split of a prepared folder, read only.
+
+    Opening checks that every file has the size that the manifest says (RequestError naming the file); contents are checked
+    by `bmoe prepare --verify`.
+
+    Attributes:
+        manifest: the manifest.
+        alphabet: its alphabet.
+        lengths: tokens of each sequence, specials not counted, int64 [n].
+        clusters: a number per sequence, equal for members of one cluster, int64 [n]; or None.
+        residues: tokens of the split.
+    """
+
+    def __init__(self, directory: str | Path, split: str):
+        self.directory, self.split = Path(directory), split
+        self.manifest = read_manifest(directory)
+        if split not in self.manifest["splits"]:
+            raise RequestError(f"{directory} has no split {split!r}, only {', '.join(self.manifest['splits'])}")
+        self.alphabet: Alphabet = alphabet(self.manifest["alphabet"], directory)
+        for name, facts in self.manifest.get("files", {}).items():
+            check_size(self.directory / name, facts["bytes"])
+        self._shards = [_Shard(self.directory, entry, self.alphabet.dtype) for entry in self.manifest["splits"][split]["shards"]]
+        self._first = np.cumsum([0, *(len(shard) for shard in self._shards)])
+        self.lengths = _joined([shard.lengths for shard in self._shards], np.int64)
+        self.residues = int(self.lengths.sum())
+        parts = [shard.clusters for shard in self._shards]
+        self.clusters = None if not parts or any(part is None for part in parts) else _joined(parts, np.int64)
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def sequence(self, index: int) -> np.ndarray:
+        """Ids of sequence `index`, a view of the file."""
+        shard, place = self._find(index)
+        return shard.tokens[shard.offsets[place] : shard.offsets[place + 1]]
+
+    def header(self, index: int) -> str | None:
+        """Header line of sequence `index` without `>`, or None where headers were not kept."""
+        shard, place = self._find(index)
+        if shard.header_offsets is None:
+            return None
+        begin, end = shard.header_offsets[place : place + 2]
+        return bytes(shard.headers[begin:end]).decode("utf-8", "replace")
+
+    def soft_mask(self, index: int) -> np.ndarray | None:
+        """Which residues of sequence `index` were lower case, bool; None where the alphabet has no soft mask."""
+        shard, place = self._find(index)
+        if shard.mask_offsets is None:
+            return None
+        mask = np.zeros(int(shard.offsets[place + 1] - shard.offsets[place]), bool)
+        for begin, end in shard.mask_runs[shard.mask_offsets[place] : shard.mask_offsets[place + 1]]:
+            mask[begin:end] = True
+        return mask
+
+    def _find(self, index: int) -> tuple["_Shard", int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        shard = self._shards[number]
+        place = int(index - self._first[number])
+        return shard, place if shard.kept is None else int(shard.kept[place])
+
+
+class _Shard:
+    """The files of one shard, mapped when first used."""
+
+    def __init__(self, directory: Path, entry: dict, dtype: type):
+        self._directory, self._files, self._name, self._dtype = directory, entry["files"], entry["name"], dtype
+        for kind, facts in self._files.items():
+            check_size(self._path(kind), facts["bytes"])
+        self.offsets = self._map("offsets", np.int64)
+        self.kept: np.ndarray | None = None
+        if "excluded" in self._files:
+            self.kept = np.delete(np.arange(self.offsets.size - 1), self._map("excluded", np.int64))
+
+    def __len__(self) -> int:
+        return int(self.offsets.size - 1 if self.kept is None else self.kept.size)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        lengths = np.diff(self.offsets)
+        return lengths if self.kept is None else lengths[self.kept]
+
+    @property
+    def clusters(self) -> np.ndarray | None:
+        if "clusters" not in self._files:
+            return None
+        clusters = self._map("clusters", np.int64)
+        return clusters if self.kept is None else clusters[self.kept]
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        return self._map("tokens", self._dtype)
+
+    @cached_property
+    def headers(self) -> np.ndarray:
+        return self._map("headers", np.uint8)
+
+    @cached_property
+    def header_offsets(self) -> np.ndarray | None:
+        return self._map("headers.offsets", np.int64) if "headers.offsets" in self._files else None
+
+    @cached_property
+    def mask_runs(self) -> np.ndarray:
+        return self._map("softmask", np.uint32).reshape(-1, 2)
+
+    @cached_property
+    def mask_offsets(self) -> np.ndarray | None:
+        return self._map("softmask.offsets", np.int64) if "softmask.offsets" in self._files else None
+
+    def _path(self, kind: str) -> Path:
+        return self._directory / f"{self._name}.{kind}"
+
+    def _map(self, kind: str, dtype: type) -> np.ndarray:
+        little = np.dtype(dtype).newbyteorder("<")
+        if self._files[kind]["bytes"] == 0:
+            return np.empty(0, little)
+        return np.asarray(np.memmap(self._path(kind), little, "r"))
+
+
+def check_size(path: Path, size: int) -> None:
+    """RequestError unless the file has `size` bytes."""
+    try:
+        found = path.stat().st_size
+    except OSError:
+        raise RequestError(f"{path} is missing: its manifest lists it; prepare the data again") from None
+    if found != size:
+        raise RequestError(f"{path} has {found} bytes where its manifest says {size}: prepare the data again")
+
+
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)

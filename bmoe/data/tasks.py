@@ -1,0 +1,135 @@
+"""The work of a preparation in order: ranges of files that can be read at any place, and pieces of streams."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bmoe.data import inputs
+from bmoe.data.blocks import Piece, cut
+from bmoe.data.formats import as_fasta
+from bmoe.data.inputs import Source
+from bmoe.data.options import PrepareOptions
+from bmoe.errors import RequestError
+
+UNIT = 4 << 20  # bytes of a range
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """The records that begin in [begin, end) of a source; or one piece of a stream. last: of its source."""
+
+    source: int
+    begin: int
+    end: int
+    piece: Piece | None = None
+    last: bool = False
+
+
+class Plan:
+    """Tasks of some sources, or of part i of n of them (i from 1).
+
+    Attributes:
+        sources: all inputs. sizes: their bytes decompressed where they can be read at any place, else on disk.
+    """
+
+    def __init__(self, sources: list[Source], options: PrepareOptions, part: tuple[int, int] | None):
+        self.sources, self.options, self.part = sources, options, part
+        plain = options.format == "fasta"
+        self._readers = [inputs.reader(s) if plain and s.random_access else None for s in sources]
+        self.sizes = [r.size if r else s.size for r, s in zip(self._readers, sources, strict=True)]
+        self.total = sum(s.size for s in sources)
+        self._before = [sum(s.size for s in sources[:k]) for k in range(len(sources))]
+        self.digests: dict[int, dict] = {}  # of streams that were read to their end
+        if part and any(s.kind == "stdin" for s in sources):
+            raise RequestError("--part needs files: stdin cannot be divided among the machines of a job array")
+
+    def position(self, source: int, end: int) -> float:
+        """Bytes on disk before offset `end` of a source, over all inputs."""
+        share = end / self.sizes[source] if self._readers[source] and self.sizes[source] else 0.0
+        return self._before[source] + share * self.sources[source].size
+
+    def mine(self, source: int, begin: int) -> bool:
+        """Whether what begins there belongs to this part."""
+        if self.part is None:
+            return True
+        number, parts = self.part
+        return int(self.position(source, begin) * parts // max(self.total, 1)) == number - 1
+
+    def units(self, source: int) -> list[tuple[int, int]]:
+        """Ranges of a source that is read at any place, those of this part."""
+        size = self.sizes[source]
+        return [(b, min(b + UNIT, size)) for b in range(0, size, UNIT) if self.mine(source, b)] if size else []
+
+    def ranged(self, source: int) -> bool:
+        """Whether a source is read by ranges."""
+        return self._readers[source] is not None
+
+    def tasks(self, first_source: int, offset: int) -> Iterator[Task]:
+        """All tasks from `offset` of `first_source` on."""
+        for source in range(first_source, len(self.sources)):
+            start = offset if source == first_source else 0
+            if self.ranged(source):
+                units = [unit for unit in self.units(source) if unit[0] >= start]
+                for k, (begin, end) in enumerate(units):
+                    yield Task(source, begin, end, last=k == len(units) - 1)
+            elif self.mine(source, 0):
+                yield from self._stream(source, start)
+
+    def _stream(self, source: int, start: int) -> Iterator[Task]:
+        raw, chunks = inputs.stream(self.sources[source])
+        if self.options.format != "fasta":
+            chunks = as_fasta(chunks, self.options.format, self.sources[source].name)
+        piece = None
+        for following in cut(_after(chunks, max(start - 1, 0)), start, None):
+            if piece is not None:
+                yield Task(source, 0, piece.end, piece)
+            piece = following
+        self.digests[source] = {"bytes": raw.count, "sha256": raw.hexdigest()}
+        yield Task(source, 0, piece.end if piece else start, piece or Piece(b"", start), last=True)
+
+    def pieces(self, task: Task) -> Iterator[Piece]:
+        """The pieces of a task."""
+        return pieces(task, self._readers[task.source])
+
+    def digest(self, source: int, stopped: Callable[[], bool]) -> dict | None:
+        """Bytes and SHA-256 of what this part reads of a ranged source; its range if that is not all. None: nothing."""
+        units = self.units(source)
+        whole = self.part is None or (units and units[0][0] == 0 and units[-1][1] == self.sizes[source])
+        if not units and self.sizes[source]:
+            return None
+        name, size = self.sources[source].name, self.sources[source].size
+        begin, end = 0, size
+        if not whole:
+            begin, end = self._readers[source].on_disk(units[0][0], units[-1][1])
+        found, at = hashlib.sha256(), begin
+        with open(name, "rb", buffering=0) as file:
+            file.seek(begin)
+            while at < end and not stopped() and (chunk := file.read(min(CHUNK, end - at))):
+                found.update(chunk)
+                at += len(chunk)
+        return {"bytes": size, "sha256": found.hexdigest()} | ({} if whole else {"range": [begin, end]})
+
+
+def pieces(task: Task, reader) -> Iterator[Piece]:
+    """The pieces of a task, read from its source's reader where it is a range."""
+    if task.piece is not None:
+        return iter((task.piece,))
+    return cut(_read(reader, max(task.begin - 1, 0), task.end), task.begin, task.end, target=2 * UNIT)
+
+
+def _read(reader, begin: int, end: int) -> Iterator[bytes]:
+    """Bytes from `begin` on: the range with a little more at once, then on to the end of the file."""
+    count = end - begin + (16 << 10)
+    while data := reader.read(begin, count):
+        yield data
+        begin += len(data)
+        count = CHUNK
+
+
+def _after(chunks: Iterator[bytes], skip: int) -> Iterator[bytes]:
+    """Chunks without their first `skip` bytes."""
+    for chunk in chunks:
+        if skip < len(chunk):
+            yield chunk[skip:]
+        skip = max(skip - len(chunk), 0)
