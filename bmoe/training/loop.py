@@ -67,12 +67,12 @@ class Trainer:
 
     Args:
         recipe: resolved. run: the run's folder. model, optimizer: as `setup` built them. progress: where to go on.
-        validate: returns the validation metrics, equal on every rank. mfu: (real tokens, sum of squared lengths, seconds)
-        of a step -> model FLOPs utilisation, or None where the peak is unknown.
+        validate: returns the validation metrics, equal on every rank. mfu: (totals, seconds) -> model FLOPs utilisation, or
+        None where the peak is unknown; totals as `_step` returns them.
     """
 
     def __init__(self, recipe: Recipe, run: Path, shards: Shards, model: nn.Module, optimizer: AdamW, world: World, progress: Progress,
-                 observer: Observer, validate: Callable[[], dict], mfu: Callable[[float, float, float], float | None]):
+                 observer: Observer, validate: Callable[[], dict], mfu: Callable[[list[int], float], float | None]):
         self.recipe, self.run_folder, self.shards, self.model, self.optimizer, self.world = recipe, run, shards, model, optimizer, world
         self.progress, self.observer, self.validate, self.mfu = progress, observer, validate, mfu
         self.log = MetricsLog(run / "metrics.jsonl")
@@ -169,7 +169,8 @@ class Trainer:
         wide = torch.cat([x.reshape(-1).to(torch.float64) for x in (sums.loss, sums.balance_L, sums.z_L, sums.counts_LE)])
         flat = self.world.sum(wide).cpu()
         norm_value, in_a_row = float(norm), int(self.optimizer.skipped_in_a_row)
-        seconds, (_, tokens, residues, pairs) = window.close()
+        seconds, window_totals = window.close()
+        _, tokens, residues, _ = window_totals
         self.progress.tokens += tokens
         layers = sums.balance_L.numel()
         counts_LE = flat[1 + 2 * layers :].reshape(layers, -1).numpy()
@@ -179,7 +180,7 @@ class Trainer:
             "step": step, "loss": float(flat[0]), "lr": lr, "grad_norm": norm_value, "tokens": self.progress.tokens,
             "residues_per_s": residues / seconds, "tokens_per_s": tokens / seconds, "step_s": seconds / window.steps,
             "data_wait_s": window.wait / window.steps,
-            "mfu": self.mfu(tokens, pairs, seconds), "peak_memory_gib": peak_memory_gib(self.world.device),
+            "mfu": self.mfu(window_totals, seconds), "peak_memory_gib": peak_memory_gib(self.world.device),
             "fill": int(totals[1]) / self.recipe.training.tokens_per_step, "skipped_steps": int(self.optimizer.skipped),
             "balance_loss": per_layer(flat[1 : 1 + layers].tolist(), moe_layers, depth),
             "z_loss": per_layer(flat[1 + layers : 1 + 2 * layers].tolist(), moe_layers, depth),

@@ -1,0 +1,71 @@
+"""What several commands share: the recipe argument, the device, the data, the --json file."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from bmoe import __version__, console
+from bmoe import recipe as recipes
+from bmoe.data.options import PrepareOptions
+from bmoe.data.prepare import prepare
+from bmoe.data.shards import MANIFEST, Shards
+from bmoe.errors import RequestError
+from bmoe.recipe import Recipe
+
+
+def load_recipe(path: str, overrides: list[str]) -> tuple[Recipe, Path]:
+    """The recipe of a RECIPE argument with its overrides, and its file; says when a shipped one is taken."""
+    file, shipped = recipes.find(path)
+    if shipped and Path(path) != file:
+        console.note(f"{path} is not here; taking the recipe {file.name} that ships with bmoe")
+    return recipes.load(file, overrides), file
+
+
+def choose_device(device: str | None, gpus: int | None) -> tuple[torch.device, str]:
+    """The device and a line that says which and why. Raises RequestError for GPUs that are not here."""
+    visible = torch.cuda.device_count()
+    if device == "cpu":
+        return torch.device("cpu"), f"running on the CPU ({torch.get_num_threads()} threads)"
+    if gpus is not None and gpus > visible:
+        have = f"shows {visible} GPUs; use --gpus {visible}" if visible else "has no CUDA GPU that torch sees; check driver and torch build"
+        raise RequestError(f"--gpus {gpus}: this machine {have}, or use --device cpu")
+    if device == "cuda" and not visible:
+        raise RequestError("--device cuda: this machine has no CUDA GPU that torch sees; use --device cpu")
+    if visible:
+        return torch.device("cuda", 0), f"running on {torch.cuda.get_device_name(0)}"
+    return torch.device("cpu"), f"no GPU here: running on the CPU ({torch.get_num_threads()} threads)"
+
+
+def write_json(file: str | None, command: str, recipe: Recipe | None, results: dict) -> None:
+    """The --json file of a command."""
+    if file is None:
+        return
+    body = {"command": command, "version": __version__, "recipe": recipes.to_dict(recipe) if recipe else None, "results": results}
+    Path(file).write_text(json.dumps(body, indent=1) + "\n")
+
+
+def ensure_data(recipe: Recipe) -> Path:
+    """The folder of shards of a recipe; prepares `data.fasta` into it if it has none. Raises RequestError."""
+    folder = Path(recipe.data.path)
+    if (folder / MANIFEST).is_file():
+        return folder
+    if recipe.data.fasta is None:
+        raise RequestError(
+            f"data.path: {folder} has no prepared sequences; run `bmoe prepare FILE.fasta --out {folder}`, or set data.fasta"
+        )
+    console.note(f"preparing {recipe.data.fasta} into {folder}")
+    options = PrepareOptions(alphabet=recipe.data.alphabet, **recipe.data.prepare.model_dump())
+    prepare([recipe.data.fasta], folder, options)
+    return folder
+
+
+def open_split(recipe: Recipe, folder: Path, split: str) -> Shards:
+    """One split of the recipe's data. Raises RequestError if the alphabet differs or the split is empty."""
+    shards = Shards(folder, split)
+    if shards.alphabet.name != recipe.data.alphabet:
+        raise RequestError(f"data.alphabet: the recipe says {recipe.data.alphabet}, and {folder} was prepared as {shards.alphabet.name}")
+    if len(shards) == 0:
+        cure = "more input or a smaller --valid-fraction" if split == "train" else f"a larger --{split}-fraction"
+        raise RequestError(f"{folder} has no sequence in its {split} split; prepare it again with {cure}")
+    return shards

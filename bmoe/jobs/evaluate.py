@@ -1,0 +1,46 @@
+"""`bmoe eval`: what a trained model knows, on held-out data."""
+
+from pathlib import Path
+
+import torch
+
+from bmoe import recipe as recipes
+from bmoe.data.shards import Shards
+from bmoe.errors import RequestError
+from bmoe.evaluation import perplexity, routing
+from bmoe.jobs.common import open_split
+from bmoe.model.transformer import Transformer
+from bmoe.parallel.world import World
+from bmoe.recipe import Recipe
+from bmoe.training import checkpoint, setup, state
+
+
+def load_run(path: str, device: torch.device, data: str | None, split: str) -> tuple[Transformer, Recipe, Shards]:
+    """Model, recipe and a split of the data of a run or checkpoint folder. Raises RequestError."""
+    found = checkpoint.find(Path(path))
+    saved = found.parent.parent / "recipe.yaml"
+    if not saved.is_file():
+        raise RequestError(f"{saved} is missing: a checkpoint is read with the recipe of its run; keep it in RUN/checkpoints")
+    recipe = recipes.load(saved)
+    backend = recipe.backend.model_copy(update={"experts": "auto", "attention": "auto", "compile": False, "recompute": "none"})
+    parallel = recipe.parallel.model_copy(update={"data_replicate": 1, "data_shard": 1, "expert": 1})
+    changes: dict = {"backend": backend, "parallel": parallel}
+    if data:
+        changes["data"] = recipe.data.model_copy(update={"path": data})
+    recipe, _ = setup.resolve(recipe.model_copy(update=changes), World(device))
+    shards = open_split(recipe, Path(recipe.data.path), split)
+    model = setup.build_model(recipe, shards.alphabet, device)
+    checkpoint.load(found, state.model_tensors(model))
+    if recipe.precision.kind != "fp32":
+        setup.to_compute_dtype(model)
+    return model.eval(), recipe, shards
+
+
+def evaluate(path: str, *, data: str | None, split: str, device: torch.device) -> tuple[dict, Recipe]:
+    """The results of one run: perplexities beside their baselines, by length and residue, and expert loads."""
+    model, recipe, shards = load_run(path, device, data, split)
+    held_out = perplexity.evaluate(model, shards, recipe, device=device)
+    results = {"run": path, "split": split, **held_out.results()}
+    if held_out.counts_LE is not None:
+        results["routing"] = {"layers": routing.summary(held_out.counts_LE, model.moe_layers)}
+    return results, recipe

@@ -1,0 +1,156 @@
+"""`bmoe train`: data if needed, training, evaluation on the held-out split, report."""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from bmoe import console
+from bmoe import recipe as recipes
+from bmoe.errors import RequestError
+from bmoe.evaluation import perplexity, routing
+from bmoe.jobs.common import ensure_data, open_split
+from bmoe.model import counts
+from bmoe.model.transformer import Transformer
+from bmoe.parallel.world import World
+from bmoe.recipe import Recipe
+from bmoe.reports.training import write_training_report
+from bmoe.training import checkpoint, setup, state
+from bmoe.training.loop import Limits, Outcome, Trainer
+from bmoe.training.metrics import MetricsLog
+from bmoe.training.optimizer import AdamW
+
+RESUMABLE = ("training.steps", "logging.", "checkpoint.", "parallel.", "backend.", "data.path")  # may differ on --resume
+
+
+@contextmanager
+def signals_to(limits: Limits) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGUSR1 ask for a stop at the end of the step; a second Ctrl-C interrupts at once."""
+
+    def handler(number: int, _: object) -> None:
+        if limits.signal == signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        limits.signal = number
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def run_folder(recipe: Recipe, out: str | None, resume: bool) -> Path:
+    """The run's folder. Raises RequestError if it exists and --resume is not given."""
+    folder = Path(out) if out else Path("runs") / recipe.name
+    if folder.exists() and not resume:
+        raise RequestError(f"{folder} exists already; add --resume to go on with it, or --out to write elsewhere")
+    return folder
+
+
+def check_same(folder: Path, recipe: Recipe) -> None:
+    """Refuse to resume with a recipe that differs in what may not change."""
+    saved = folder / "recipe.yaml"
+    if not saved.is_file():
+        return
+    keys = [k for k in recipes.differences(recipes.load(saved), recipe) if not k.startswith(RESUMABLE)]
+    if keys:
+        raise RequestError(f"--resume: the recipe differs from {saved} in {', '.join(keys)}; use that recipe, or --out for a new run")
+
+
+def train(recipe: Recipe, *, out: str | None, resume: bool, device: torch.device, limits: Limits) -> tuple[Outcome, Path, dict]:
+    """Train a recipe on one process: data if needed, training, report. Returns how it ended, the folder, the last metrics."""
+    world = World(device)
+    folder = run_folder(recipe, out, resume)
+    resolved, reasons = setup.resolve(recipe, world)
+    data = ensure_data(resolved)
+    resolved = resolved.model_copy(update={"data": resolved.data.model_copy(update={"path": str(data.resolve())})})
+    shards, valid = open_split(resolved, data, "train"), open_split(resolved, data, "valid")
+    check_same(folder, resolved)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(recipes.dump(resolved, reasons))
+
+    model = setup.build_model(resolved, shards.alphabet, device)
+    optimizer = setup.build_optimizer(model, resolved, world)
+    progress = restore_run(folder, model, optimizer, device) if resume else state.Progress()
+    MetricsLog(folder / "metrics.jsonl").cut_back(progress.step)
+    if resolved.backend.compile:
+        for block in model.blocks:
+            block.compile()
+
+    latest: list[perplexity.Perplexity] = []
+
+    def validate() -> dict:
+        latest[:] = [perplexity.evaluate(model, valid, resolved, device=device)]
+        return latest[0].metrics()
+
+    with console.TrainingView(resolved.name, resolved.training.steps, progress.step) as view, signals_to(limits):
+        if progress.step:
+            view.note(f"resuming {folder} after step {progress.step:,}")
+        mfu = utilisation(resolved, shards.alphabet.size, device, world.size)
+        trainer = Trainer(resolved, folder, shards, model, optimizer, world, progress, view, validate, mfu)
+        outcome = trainer.run(limits)
+    if latest:
+        write_evaluation(folder, latest[0], model.moe_layers)
+    write_training_report(folder)
+    return outcome, folder, trainer.log.read()[-1]
+
+
+def write_evaluation(folder: Path, held_out: perplexity.Perplexity, moe_layers: list[int]) -> None:
+    """RUN/evaluation.json: the last validation in full, for the report."""
+    results = held_out.results()
+    if held_out.counts_LE is not None:
+        results["routing"] = {"layers": routing.summary(held_out.counts_LE, moe_layers)}
+    (folder / "evaluation.json").write_text(json.dumps({"command": "train", "results": results}, indent=1) + "\n")
+
+
+def restore_run(folder: Path, model: Transformer, optimizer: AdamW, device: torch.device) -> state.Progress:
+    """Load the newest whole checkpoint of a run, if there is one."""
+    newest = checkpoint.newest_whole(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+    if newest is None:
+        return state.Progress()
+    meta = checkpoint.read_meta(newest)
+    facts = checkpoint.torch_facts(device)
+    changed = [f"{k} {meta.get(k)} -> {v}" for k, v in facts.items() if meta.get(k) != v]
+    if changed:
+        console.note(f"the checkpoint was written with other {', '.join(changed)}: the run goes on equal to rounding, not bit for bit")
+    tensors = state.all_tensors(model, optimizer)
+    checkpoint.load(newest, tensors)
+    state.restore(model, optimizer, tensors, meta["step"])
+    return state.Progress.from_meta(meta)
+
+
+def utilisation(recipe: Recipe, vocabulary: int, device: torch.device, size: int) -> Callable[[list[int], float], float | None]:
+    """(targets, real tokens, residues, squared lengths; all ranks) and seconds -> MFU, or None where the peak is unknown."""
+    peak = counts.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+    def mfu(totals: list[int], seconds: float) -> float | None:
+        if peak is None:
+            return None
+        targets, tokens, _, squares = totals
+        pairs = squares if recipe.model.kind == "encoder" else (squares + tokens) / 2
+        return counts.training_flops(recipe.model, vocabulary, tokens, pairs, targets) / seconds / (peak * size)
+
+    return mfu
+
+
+def training_summary(outcome: Outcome, folder: Path, metrics: dict) -> Table:
+    """The numbers of a run's end, for people."""
+    rows = [("steps", f"{outcome.step:,}" + ("" if outcome.finished else "  (stopped; --resume goes on)"))]
+    for scheme in ("mask", "8010"):
+        value, base = metrics.get(f"valid_perplexity_{scheme}"), metrics.get(f"valid_baseline_{scheme}")
+        if value is not None:
+            rows.append((f"valid_perplexity_{scheme}", f"{value:.3f}   baseline {base:.3f}   ratio {value / base:.4f}"))
+    if "valid_perplexity" in metrics:
+        value, base = metrics["valid_perplexity"], metrics["valid_baseline"]
+        rows.append(("valid_perplexity", f"{value:.3f}   baseline {base:.3f}   ratio {value / base:.4f}"))
+    rows += [
+        ("training loss", f"{metrics['loss']:.4f}"), ("residues/s", f"{metrics['residues_per_s']:,.0f}"),
+        ("peak memory", f"{metrics['peak_memory_gib']:.2f} GiB"), ("run", str(folder)), ("report", str(folder / "report.html")),
+    ]
+    return console.settings_table("trained", rows)
