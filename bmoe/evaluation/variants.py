@@ -1,0 +1,140 @@
+"""Tables of measured variants, as deep mutational scans publish them, checked against their wild type.
+
+Reads ProteinGym's columns (`mutant`, `DMS_score`, `DMS_score_bin`) and free ones. A variant is `A24C`: wild-type letter,
+number, new letter; several joined by `:` (or `,` `;` `/` `+`) are one variant; `WT`, `_wt` or an empty name is the wild type.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bmoe.errors import RequestError
+from bmoe.evaluation.files import numeric, read_table
+
+NAME_COLUMNS = ("mutant", "mutation", "mutations", "mutants", "variant", "variants")
+EFFECT_COLUMN, BINARY_COLUMN = "DMS_score", "DMS_score_bin"
+SINGLE = re.compile(r"^([A-Za-z])(\d+)([A-Za-z])$")
+WILD_TYPE = {"wt", "_wt", "wildtype", "wild-type", ""}
+TELLING = 5  # variants at so many sites show an offset of the numbering beyond doubt
+
+Sites = tuple[tuple[int, str, str], ...]  # (place from 0 in the wild type, its letter, the new letter)
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Variants with their measured effect.
+
+    names: as in the table. sites: what each changes. effect: float64, never nan. positive: a two-class label, bool, with the
+    words for it. column: that of the effect. offset: number in the names minus place counted from 1. dropped: reason -> rows.
+    """
+
+    names: list[str]
+    sites: list[Sites]
+    effect: np.ndarray
+    positive: np.ndarray
+    positive_name: str
+    column: str
+    offset: int
+    dropped: dict[str, int]
+
+
+def read_variants(path: str | Path, wildtype: str, column: str | None = None) -> Variants:
+    """The variants of a table. RequestError for a missing column, a name that is no variant, or one that does not fit.
+
+    Rows without an effect, wild-type rows and premature stops (`*`) are dropped and counted. Numbers count from 1 in the
+    wild type; if they do not fit there but do at exactly one other offset, that one is used and told.
+    """
+    names, rows = read_table(path)
+    columns = {name: [row[names.index(name)] for row in rows] for name in names}
+    key = _name_column(columns, path)
+    effect_column = _effect_column(columns, key, column, path)
+    effect = numeric(columns[effect_column])
+    dropped: Counter[str] = Counter()
+    kept, sites = [], []
+    for row, text in enumerate(columns[key]):
+        parts = [part.removeprefix("p.") for part in re.split(r"[:;,/+\s]+", text.strip())]
+        if text.strip().lower() in WILD_TYPE or all(p[:1] == p[-1:] and SINGLE.match(p) for p in parts):
+            dropped["wild type"] += 1
+        elif any(part.endswith(("*", "=")) or part.lower().endswith("ter") for part in parts):
+            dropped["stop or synonymous"] += 1
+        elif not np.isfinite(effect[row]):
+            dropped["no effect"] += 1
+        else:
+            found = [SINGLE.match(part) for part in parts]
+            if not all(found):
+                raise RequestError(f"{path}, row {row + 2}: {text!r} is no variant; write A24C, and several as A24C:W286R")
+            kept.append(row)
+            sites.append([(int(m[2]), m[1].upper(), m[3].upper()) for m in found])
+    if not kept:
+        raise RequestError(f"{path} has no variant with a number in the column {effect_column!r}")
+    texts = [columns[key][row] for row in kept]
+    offset = _offset(sites, texts, wildtype, path)
+    placed = [tuple((number - 1 - offset, old, new) for number, old, new in variant) for variant in sites]
+    positive, words = _positive(columns, kept, effect[kept], effect_column)
+    return Variants(texts, placed, effect[kept], positive, words, effect_column, offset, dict(dropped))
+
+
+def _name_column(columns: dict[str, list[str]], path: str | Path) -> str:
+    for name in columns:
+        if name.lower() in NAME_COLUMNS:
+            return name
+    for name, cells in columns.items():
+        if all(all(SINGLE.match(p) for p in re.split(r"[:;,/+\s]+", cell)) for cell in cells[:20] if cell):
+            return name
+    raise RequestError(f"{path} has no column of variants (like A24C); name it `mutant`. Its columns are {', '.join(columns)}")
+
+
+def _effect_column(columns: dict[str, list[str]], key: str, wanted: str | None, path: str | Path) -> str:
+    able = [name for name, cells in columns.items() if name and name != key and np.isfinite(numeric(cells)).any()]
+    if wanted is not None:
+        if wanted not in columns:
+            raise RequestError(f"{path} has no column {wanted!r}; with numbers there are {', '.join(able)}")
+        if wanted not in able:
+            raise RequestError(f"{path}: the column {wanted!r} has no numbers; with numbers there are {', '.join(able)}")
+        return wanted
+    if EFFECT_COLUMN in able:
+        return EFFECT_COLUMN
+    if len(able) == 1:
+        return able[0]
+    raise RequestError(f"{path}: say which column holds the measured effect with --column; with numbers there are {', '.join(able)}")
+
+
+def _offset(sites: list[list], texts: list[str], wildtype: str, path: str | Path) -> int:
+    """The offset at which every variant's old letter is the wild type's."""
+    letters = {}
+    for variant, text in zip(sites, texts, strict=True):
+        for number, old, _ in variant:
+            if letters.setdefault(number, (old, text))[0] != old:
+                raise RequestError(f"{path}: {letters[number][1]} and {text} name different wild-type letters at {number}")
+
+    def misfits(offset: int) -> list[int]:
+        place = {number: number - 1 - offset for number in letters}
+        return [n for n, i in place.items() if not (0 <= i < len(wildtype) and wildtype[i] == letters[n][0])]
+
+    wrong = misfits(0)
+    if not wrong:
+        return 0
+    span = range(min(letters) - len(wildtype), max(letters))
+    best = sorted(span, key=lambda offset: (len(misfits(offset)), abs(offset)))[:2]
+    if not misfits(best[0]) and misfits(best[1]) and len(letters) >= TELLING:
+        return best[0]
+    number = wrong[0]
+    there = f"{wildtype[number - 1]} there" if 1 <= number <= len(wildtype) else f"only {len(wildtype)} residues"
+    fit = len(letters) - len(misfits(best[0]))
+    raise RequestError(
+        f"{path}: {letters[number][1]} does not fit the wild type, which has {there} ({len(wrong)} of {len(letters)} sites do not fit; "
+        f"counting {best[0]:+d} {fit} would); give the wild type that the numbers count in"
+    )
+
+
+def _positive(columns: dict, kept: list[int], effect: np.ndarray, effect_column: str) -> tuple[np.ndarray, str]:
+    """Two classes for the AUC: a column of 0 and 1 if there is one, else effects above the median."""
+    candidates = [BINARY_COLUMN, f"{effect_column}_bin"]
+    for name in [n for n in candidates if n in columns]:
+        values = numeric(columns[name])[kept]
+        if np.isin(values, (0.0, 1.0)).all():
+            return values == 1.0, name
+    return effect > np.median(effect), f"{effect_column} above its median"
