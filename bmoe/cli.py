@@ -34,6 +34,52 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command()
+def prepare(
+    inputs: Annotated[list[str] | None, typer.Argument(metavar="INPUT...", help="Files, globs, directories, or - for standard input.")] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Where the shards go; default data/<stem> of one input.")] = None,
+    alphabet: Annotated[str, typer.Option(metavar="protein|dna|dna-bpe:N")] = "protein",
+    format_: Annotated[str, typer.Option("--format", metavar="fasta|fastq|genbank|embl|swissprot")] = "fasta",
+    valid_fraction: Annotated[float, typer.Option(help="Share of sequences or clusters held out for validation.")] = 0.005,
+    test_fraction: Annotated[float, typer.Option(help="Share held out for a final test.")] = 0.0,
+    clusters: Annotated[str | None, typer.Option(metavar="TSV", help="Member and representative; or uniref: from the headers.")] = None,
+    dedup: Annotated[bool, typer.Option(help="Keep the first of equal sequences.")] = True,
+    min_length: Annotated[int, typer.Option(help="Shortest sequence kept, in residues.")] = 2,
+    max_length: Annotated[int | None, typer.Option(help="Longest sequence kept, in residues.")] = None,
+    on_invalid: Annotated[str, typer.Option(metavar="unknown|drop|error", help="What a letter outside the alphabet does.")] = "unknown",
+    internal_stop: Annotated[str, typer.Option(metavar="unknown|drop|error", help="The same for a * inside a sequence.")] = "unknown",
+    gaps: Annotated[str, typer.Option(metavar="remove|invalid", help="What - and . mean.")] = "remove",
+    n_runs: Annotated[str, typer.Option(metavar="split|keep", help="DNA: cut records at long runs of N.")] = "split",
+    soft_mask: Annotated[bool, typer.Option(help="DNA: remember which bases were lower case.")] = True,
+    keep_headers: Annotated[bool, typer.Option(help="Store the header lines.")] = True,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that parse; the output is the same for any number.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed preparation stopped, or start.")] = False,
+    part: Annotated[str | None, typer.Option(metavar="i/n", help="Only part i of n, for a job array; join with --merge.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the first 100 MB and predict size and time.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="INPUT are parts: join them under one manifest.")] = False,
+    verify: Annotated[str | None, typer.Option("--verify", metavar="DIR", help="Check every hash and offset of a folder.")] = None,
+    json: JSON = None,
+) -> None:
+    """Turn FASTA (and other formats) into token shards."""
+    from bmoe.jobs import prepare as job
+
+    names = inputs or []
+    if verify is not None:
+        results = job.verify(verify)
+    elif merge:
+        results = job.merge(names, out)
+    else:
+        options = job.PrepareOptions(
+            alphabet=alphabet, format=format_, valid_fraction=valid_fraction, test_fraction=test_fraction, clusters=clusters, dedup=dedup,
+            min_length=min_length, max_length=max_length, on_invalid=on_invalid, internal_stop=internal_stop, gaps=gaps, n_runs=n_runs,
+            soft_mask=soft_mask, keep_headers=keep_headers, seed=seed,
+        )
+        results = job.prepare(names, out, options, workers=workers, resume=resume, part=part, dry_run=dry_run)
+    job.show(results)
+    job.write_json(json, "prepare", None, results)
+
+
+@app.command()
 def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one.")],
     set_: SET = None,
@@ -64,6 +110,32 @@ def train(
     console.show(job.training_summary(outcome, folder, metrics))
     if outcome.signal:
         raise typer.Exit(130 if outcome.signal == signal.SIGINT else 75)
+
+
+@app.command("eval")
+def evaluate(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN_OR_CHECKPOINT...", help="Run folders or checkpoints.")],
+    data: Annotated[str | None, typer.Option("--data", metavar="DIR", help="Other prepared data than the run's.")] = None,
+    split: Annotated[str, typer.Option("--split", metavar="valid|test|train")] = "valid",
+    device: DEVICE = None,
+    report: Annotated[str | None, typer.Option("--report", metavar="FILE.html", help="Write a report page.")] = None,
+    json: JSON = None,
+) -> None:
+    """Evaluate trained models."""
+    from bmoe.jobs import common
+    from bmoe.jobs import evaluate as job
+
+    chosen, line = common.choose_device(device, None)
+    console.note(line)
+    results = []
+    for run_ in runs:
+        found, recipe = job.evaluate(run_, data=data, split=split, device=chosen)
+        console.show(job.summary(found))
+        results.append(found)
+    common.write_json(json, "eval", recipe, results[0] if len(results) == 1 else {"runs": results})
+    if report:
+        job.write_evaluation_report(results[0] if len(results) == 1 else results, report)
+        console.note(f"report written to {report}")
 
 
 def seconds(text: str) -> float:

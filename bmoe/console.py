@@ -82,8 +82,8 @@ class TrainingView:
 
     def _line(self, record: dict) -> str:
         parts = [
-            f"step {record['step']}/{self.steps}", f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"norm {record['grad_norm']:.2f}",
-            f"{record['residues_per_s']:,.0f} residues/s", f"eta {self._eta(record)}",
+            f"step {record['step']}/{self.steps}", f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}",
+            f"norm {record['grad_norm']:.2f}", f"{record['residues_per_s']:,.0f} residues/s", f"eta {self._eta(record)}",
         ]
         loads = [x for x in record["load_max_over_mean"] if x is not None]
         if loads:
@@ -123,12 +123,31 @@ def sparkline(values: list[float], width: int = 40) -> str:
     return "".join(BARS[1 + int((v - low) / (high - low or 1.0) * (len(BARS) - 2))] for v in values)
 
 
-def byte_progress(label: str) -> Progress:
-    """A progress bar over bytes with MB/s and time left; silent where there is no terminal."""
-    return Progress(
-        TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-        console=err, transient=True, disable=not err.is_terminal,
-    )
+class PreparationView:
+    """A progress bar over the input with MB/s and time left on a terminal; a line every half minute elsewhere."""
+
+    def __init__(self):
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+            console=err, transient=True, disable=not err.is_terminal,
+        )
+        self.task = self.bar.add_task("reading", total=None)
+        self.told = time.monotonic()
+
+    def __enter__(self) -> "PreparationView":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def update(self, state) -> None:
+        """Take a `bmoe.data.prepare.Progress`."""
+        self.bar.update(self.task, description=state.phase, completed=state.done, total=state.total or None)
+        if not err.is_terminal and time.monotonic() - self.told > 30:
+            self.told = time.monotonic()
+            speed = state.text / max(state.seconds, 1e-9) / 1e6
+            note(f"{state.phase}: {state.records:,} records, {state.text / 1e6:,.0f} MB read, {speed:,.0f} MB/s")
 
 
 def settings_table(title: str, rows: list[tuple[str, str]]) -> Table:

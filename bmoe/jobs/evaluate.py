@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import torch
+from rich.table import Table
 
+from bmoe import console
 from bmoe import recipe as recipes
 from bmoe.data.shards import Shards
 from bmoe.errors import RequestError
@@ -44,3 +46,23 @@ def evaluate(path: str, *, data: str | None, split: str, device: torch.device) -
     if held_out.counts_LE is not None:
         results["routing"] = {"layers": routing.summary(held_out.counts_LE, model.moe_layers)}
     return results, recipe
+
+
+def summary(results: dict) -> Table:
+    """The numbers of one run, for people."""
+    rows = [("run", results["run"]), ("split", f"{results['split']}: {results['sequences']:,} sequences, {results['targets']:,} targets")]
+    for ending, name in (("_mask", "fully masked"), ("_8010", "training scheme"), ("", "next token")):
+        if f"perplexity{ending}" in results:
+            value, base = results[f"perplexity{ending}"], results[f"baseline{ending}"]
+            ratio, low, high = (results[f"ratio{ending}{x}"] for x in ("", "_low", "_high"))
+            rows.append((f"perplexity{ending}", f"{value:.3f}   baseline {base:.3f}   ratio {ratio:.4f} [{low:.4f}, {high:.4f}]   ({name})"))
+    for entry in results["by_length"]:
+        last = entry["max_length"] or "…"
+        value = entry.get("perplexity_mask", entry.get("perplexity"))
+        rows.append((f"{entry['min_length']}-{last} residues", f"{value:.3f}   {entry['sequences']:,} sequences"))
+    for layer in results.get("routing", {}).get("layers", []):
+        rows.append((
+            f"layer {layer['layer']} experts",
+            f"max/mean {layer['load_max_over_mean']:.2f}   entropy {layer['load_entropy']:.3f}   dead {layer['dead_experts']}",
+        ))
+    return console.settings_table("evaluated", rows)

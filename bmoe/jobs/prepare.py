@@ -1,0 +1,74 @@
+"""`bmoe prepare`: inputs to shards, parts to a whole, and the check of what is there."""
+
+from pathlib import Path
+
+from bmoe import console
+from bmoe.data import prepare as rooms
+from bmoe.data.options import PrepareOptions
+from bmoe.errors import RequestError
+from bmoe.jobs.common import write_json
+
+__all__ = ["PrepareOptions", "default_out", "merge", "prepare", "show", "verify", "write_json"]
+
+ENDINGS = {".gz", ".bgz", ".bz2", ".xz", ".zst", ".fasta", ".fa", ".faa", ".fna", ".ffn", ".fastq", ".fq", ".gb", ".gbk", ".embl", ".dat", ".txt"}
+
+
+def default_out(names: list[str], out: str | None) -> Path:
+    """--out, or data/<stem> of a single input. Raises RequestError where none can be made up."""
+    if out:
+        return Path(out)
+    if len(names) != 1 or names[0] == "-" or any(c in names[0] for c in "*?["):
+        raise RequestError("--out DIR is needed for several inputs, globs and standard input")
+    stem = Path(names[0])
+    while stem.suffix.lower() in ENDINGS:
+        stem = stem.with_suffix("")
+    return Path("data") / stem.name
+
+
+def prepare(names: list[str], out: str | None, options: PrepareOptions, *, workers: int, resume: bool, part: str | None, dry_run: bool) -> dict:
+    """Prepare inputs with a progress bar. Raises RequestError, RunError."""
+    if not names:
+        raise RequestError("bmoe prepare needs an input: a FASTA file, a folder, or - for standard input")
+    with console.PreparationView() as view:
+        return rooms.prepare(
+            names, default_out(names, out), options, workers=workers, resume=resume, part=_part(part), dry_run=dry_run, progress=view.update
+        )
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    number, _, total = text.partition("/")
+    if not (number.isdigit() and total.isdigit()):
+        raise RequestError(f"--part {text} should be i/n, for example 3/16")
+    return int(number), int(total)
+
+
+def merge(names: list[str], out: str | None) -> dict:
+    """Join parts of a job array into `out`."""
+    if not names or not out:
+        raise RequestError("--merge needs the folders of the parts and --out DIR")
+    return rooms.merge(names, out)
+
+
+def verify(directory: str) -> dict:
+    """Check every hash and offset of a prepared folder."""
+    return rooms.verify(directory)
+
+
+def show(results: dict) -> None:
+    """The results of any of the three, for people."""
+    if results.get("already_prepared"):
+        console.note(f"{results['directory']} is already prepared from these inputs with these options")
+    if "records_read" not in results:
+        rows = [(key, f"{value:,}" if isinstance(value, int) else str(value)) for key, value in results.items() if not isinstance(value, dict)]
+        console.show(console.settings_table("checked" if "files" in results else "merged", rows))
+        return
+    rows = [("records read", f"{results['records_read']:,}"), ("records kept", f"{results['records_kept']:,}")]
+    rows += [(f"dropped: {reason}", f"{number:,}") for reason, number in results["records_dropped"].items() if number]
+    rows += [("residues", f"{results['residues']:,}")]
+    rows += [(name, f"{split['sequences']:,} sequences, {split['residues']:,} residues") for name, split in results["splits"].items()]
+    rows += [("speed", f"{results['seconds']:.1f} s, {results['mb_per_s']:.0f} MB/s"), ("folder", results["directory"])]
+    if results.get("predicted"):
+        rows += [(f"predicted {key}", f"{value:,.0f}") for key, value in results["predicted"].items()]
+    console.show(console.settings_table("read the beginning of the input" if results.get("dry_run") else "prepared", rows))
