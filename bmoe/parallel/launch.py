@@ -1,0 +1,290 @@
+"""Starting ranks and joining them: local processes by torch's elastic launcher, or an environment that is there already.
+
+`run` starts one process a GPU (or `--procs` on the CPU) with the same command line. A process that finds a rank in its
+environment (ours, torchrun's, a PyTorchJob's, srun's) is a rank and joins its peers in `world_from_environment`.
+
+A rank that fails leaves one sentence in its error file, and the launcher shows the sentence of the rank that failed first:
+ranks that merely lost a peer are not the reason. Rank 0 keeps the terminal; the others write to LOGS/rank-N.out and .err.
+Signals to the launcher go on to all ranks, which checkpoint and leave with 75 or 130.
+"""
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from bmoe.errors import RequestError, RunError
+from bmoe.parallel.world import World
+
+PATIENCE = timedelta(minutes=30)  # of a collective; the watchdog speaks up long before
+PIDS = "BMOE_RANK_PIDS"  # folder where ranks started by `run` leave their process ids
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher for each rank
+LOST_PEER = "lost the connection to the other ranks"
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Place(NamedTuple):
+    """A rank among its peers, and its number on its machine."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Where this process stands, or None if it is no rank of several.
+
+    torchrun, the elastic launcher and PyTorchJob set RANK and WORLD_SIZE; srun sets SLURM_PROCID and SLURM_STEP_NUM_TASKS
+    (SLURM_NTASKS alone is also set where nothing was started by srun). Raises RequestError for a broken environment.
+    """
+    try:
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            found = Place(int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", 0)))
+        elif "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
+            names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+            found = Place(*(int(environment[name]) for name in names))
+        else:
+            return None
+    except (ValueError, KeyError) as error:
+        raise RequestError(f"the launcher's environment is broken ({error}); RANK, WORLD_SIZE and LOCAL_RANK should be numbers") from None
+    if not 0 <= found.rank < found.size:
+        raise RequestError(f"the launcher's environment is broken: rank {found.rank} of {found.size}; ranks count from 0")
+    return found if found.size > 1 else None
+
+
+def slurm_address(environment: Mapping[str, str]) -> tuple[str, int]:
+    """(host, port) where the ranks of a Slurm step meet: its first node, and a port from the job's number.
+
+    The node list is Slurm's notation, `gpu[03-05,9],login1`.
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or "localhost"
+    first = re.match(r"([^\[,]+)(?:\[([^\],\-]+)[^\]]*\])?([^,\[]*)", nodes)
+    host = "".join(part or "" for part in first.groups()) if first else nodes
+    return host, 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 20_000
+
+
+def world_from_environment(device: str) -> World:
+    """Join the other ranks, if the environment names any. `device`: "cpu" or "cuda". The world has no mesh yet.
+
+    Raises RequestError if this rank has no GPU, RunError if the others do not come.
+    """
+    found = place()
+    if found is None:
+        return World(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"))
+    here = torch.device("cpu")
+    if device == "cuda":
+        visible = torch.cuda.device_count()
+        index = 0 if visible == 1 else found.local_rank  # Slurm may show each task its own GPU only
+        if index >= visible:
+            raise RequestError(f"rank {found.rank} is number {found.local_rank} on its machine, which shows {visible} GPUs; start fewer ranks")
+        here = torch.device("cuda", index)
+        torch.cuda.set_device(here)
+    if "MASTER_ADDR" not in os.environ:
+        host, port = slurm_address(os.environ)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+    if PIDS in os.environ:
+        Path(os.environ[PIDS], str(found.rank)).write_text(str(os.getpid()))
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, rank=found.rank, world_size=found.size, timeout=PATIENCE,
+                                device_id=here if device == "cuda" else None)
+    except (dist.DistError, ValueError, OSError) as error:
+        meeting = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+        raise RunError(f"rank {found.rank} of {found.size} cannot meet the others at {meeting} ({_first_line(error)})") from error
+    return World(here, found.rank, found.size)
+
+
+def on_first(world: World, function: Callable[[], Any]) -> Any:
+    """What `function` returns on rank 0, on every rank; a RequestError it raises is raised on every rank. Collective."""
+    if world.size == 1:
+        return function()
+    box: list[Any] = [None, None]
+    if world.rank == 0:
+        try:
+            box[0] = function()
+        except RequestError as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise RequestError(box[1])
+    return box[0]
+
+
+@contextmanager
+def rank_of(world: World) -> Iterator[None]:
+    """The life of a rank: what ends it is left for the launcher, and a good end waits for all. Nothing for one process.
+
+    A lost peer becomes a RunError of one sentence.
+    """
+    if world.size == 1:
+        yield
+        return
+    try:
+        yield
+        world.barrier()
+    except (RequestError, RunError) as error:
+        leave_reason(str(error))
+        raise
+    except (dist.DistError, RuntimeError) as error:
+        if not _is_lost_peer(error):
+            leave_reason(f"{type(error).__name__}: {_first_line(error)}")
+            raise
+        sentence = f"rank {world.rank} {LOST_PEER} ({_first_line(error)})"
+        leave_reason(sentence)
+        raise RunError(sentence) from error
+    except BaseException as error:
+        leave_reason(f"{type(error).__name__}: {_first_line(error)}")
+        raise
+    dist.destroy_process_group()
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, dist.DistError) or "closed by peer" in text or "Connection reset" in text or "gloo" in text
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def leave_reason(sentence: str) -> None:
+    """Leave the sentence that ends this rank for the launcher, in the form torch's launchers read; the first one stays."""
+    file = os.environ.get(ERROR_FILE)
+    if file is None or Path(file).exists():
+        return
+    facts = {"message": sentence, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+    Path(file).write_text(json.dumps({"message": facts}))
+
+
+def is_launched() -> bool:
+    """Whether `run` started this process, so that the launcher tells the user why it ended."""
+    return PIDS in os.environ
+
+
+def run(arguments: list[str], procs: int, logs: Path, code: str = "from bmoe.cli import main; main()") -> tuple[int, str | None]:
+    """Start `procs` ranks of this program with `arguments` and wait. Returns the exit code and, if a rank failed, why.
+
+    code: what a rank runs, with `arguments` as sys.argv[1:]. logs: folder for the ranks' output and error files.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_reason` says it in one sentence
+    logs.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // procs)))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=procs, run_id=f"bmoe-{os.getpid()}", max_restarts=0, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", local_addr="localhost", logs_specs=_rank_logs(logs),
+    )
+    outcome: list[ChildFailedError | BaseException] = []
+
+    def launch() -> None:
+        try:
+            elastic_launch(config, sys.executable)("-c", code, *arguments)
+        except BaseException as error:  # noqa: B036 - raised or explained by the main thread
+            outcome.append(error)
+
+    with tempfile.TemporaryDirectory(prefix="bmoe-ranks-") as pids:
+        os.environ[PIDS] = pids
+        try:
+            sent = _forward_signals(threading.Thread(target=launch, name="bmoe-launcher"), Path(pids), procs)
+        finally:
+            del os.environ[PIDS]
+    if not outcome:
+        return 0, None
+    if not isinstance(outcome[0], ChildFailedError):
+        raise outcome[0]
+    return _explain(outcome[0].failures, sent, logs)
+
+
+def _forward_signals(launcher: threading.Thread, pids: Path, procs: int) -> int:
+    """Run `launcher` (in a thread, so that torch's own handlers stay out) and pass signals on to the ranks, once all of them
+    have joined. Returns the last signal, or 0."""
+    caught: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: caught.append(n)) for number in FORWARDED}
+    passed = 0
+    try:
+        launcher.start()
+        while launcher.is_alive():
+            launcher.join(0.1)
+            if passed < len(caught) and len(list(pids.iterdir())) == procs:
+                for file in pids.iterdir():
+                    _send(int(file.read_text() or 0), caught[passed])
+                passed += 1
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+    return caught[-1] if caught else 0
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        if pid:
+            os.kill(pid, number)
+    except ProcessLookupError:
+        return  # that rank has ended already
+
+
+def _explain(failures: Mapping[int, Any], sent: int, logs: Path) -> tuple[int, str | None]:
+    """Exit code and sentence of the rank that failed first; ranks that lost a peer, or were stopped by the launcher, come last."""
+
+    def order(item: tuple[int, Any]) -> tuple:
+        rank, failure = item
+        reason = _reason(logs, rank)
+        stopped = failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL) and reason is None and len(failures) > 1
+        return (reason is not None and LOST_PEER in reason, stopped, failure.timestamp, rank)
+
+    rank, failure = min(failures.items(), key=order)
+    code = failure.exitcode
+    if code in (75, 130) or (sent and code == -sent):
+        return (130 if sent == signal.SIGINT else 75), None
+    written = _reason(logs, rank)
+    if written is not None:
+        return (code if code > 0 else 1), written
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return (code if code > 0 else 1), f"rank {rank} {how}{hint}; see {logs}/rank-{rank}.err"
+
+
+def _reason(logs: Path, rank: int) -> str | None:
+    file = logs / f"rank-{rank}.json"
+    return json.loads(file.read_text())["message"]["message"] if file.is_file() else None
+
+
+def _rank_logs(logs: Path):
+    """Where torch's launcher puts what ranks write: rank 0 to the terminal, the others to files; errors to rank-N.json."""
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import LogsDest
+
+    class RankLogs(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            for old in logs.glob("rank-*.json"):
+                old.unlink()
+            errors = {rank: str(logs / f"rank-{rank}.json") for rank in envs}
+            for rank, environment in envs.items():
+                environment[ERROR_FILE] = errors[rank]
+            shown = {rank: f"rank-{rank}" for rank in envs if rank}
+            return LogsDest(
+                stdouts={0: "", **{rank: str(logs / f"{name}.out") for rank, name in shown.items()}},
+                stderrs={0: "", **{rank: str(logs / f"{name}.err") for rank, name in shown.items()}},
+                tee_stdouts={}, tee_stderrs={}, error_files=errors,
+            )
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(logs)
+
+    return RankLogs()

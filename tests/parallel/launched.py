@@ -1,0 +1,45 @@
+"""A program that `launch.run` starts on several ranks; its first argument says what happens."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bmoe.errors import RequestError, RunError
+from bmoe.parallel.launch import rank_of, world_from_environment
+
+caught: list[int] = []
+
+
+def play(scene: str, folder: Path) -> None:
+    world = world_from_environment("cpu")
+    signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
+    with rank_of(world):
+        total = world.sum(torch.tensor(world.rank + 1))
+        (folder / f"sum-{world.rank}").write_text(str(int(total)))
+        if scene == "one fails" and world.rank == 1:
+            raise RunError("the disk of rank 1 is full; free some space")
+        if scene == "all refuse":
+            raise RequestError("model.width: 3 is not a multiple of model.heads = 2")
+        if scene == "one is killed" and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if scene == "signal":
+            (folder / f"ready-{world.rank}").touch()
+            while not caught:
+                time.sleep(0.05)
+            world.barrier()
+            sys.exit(75)
+        if scene != "all is well":
+            world.sum(torch.zeros(1))
+
+
+if __name__ == "__main__":
+    try:
+        play(sys.argv[1], Path(sys.argv[2]))
+    except RequestError:
+        sys.exit(2)
+    except RunError:
+        sys.exit(1)

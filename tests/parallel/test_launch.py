@@ -1,0 +1,71 @@
+"""Ranks from every launcher's environment, one sentence for a failure, signals passed on."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from bmoe.errors import RequestError
+from bmoe.parallel import launch
+
+PROGRAM = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'launched.py')!r}, run_name='__main__')"
+
+
+def play(scene: str, folder: Path, ranks: int = 2):
+    return launch.run([scene, str(folder)], ranks, folder / "logs", PROGRAM)
+
+
+@pytest.mark.parametrize("environment, found", [
+    ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (3, 8, 1)),  # torchrun, the elastic launcher
+    ({"RANK": "3", "WORLD_SIZE": "8"}, (3, 8, 0)),  # PyTorchJob, one rank a pod
+    ({"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16"}, (9, 16, 1)),  # srun
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}, None),  # the batch script itself
+    ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+    ({}, None),
+])
+def test_every_launcher_is_understood(environment, found):
+    assert launch.place(environment) == found
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
+def test_a_broken_environment_is_refused(environment):
+    with pytest.raises(RequestError, match="environment"):
+        launch.place(environment)
+
+
+@pytest.mark.parametrize("nodes, host", [
+    ("node17", "node17"), ("gpu[03-05,9],login1", "gpu03"), ("gpu[7]", "gpu7"), ("a01,a02", "a01"), ("c-1-[2-3].local", "c-1-2.local"),
+])
+def test_slurm_ranks_meet_on_the_first_node(nodes, host):
+    found, port = launch.slurm_address({"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "1234567"})
+    assert found == host
+    assert 20_000 <= port < 40_000
+
+
+def test_ranks_meet(tmp_path):
+    assert play("all is well", tmp_path) == (0, None)
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["3", "3"]
+
+
+@pytest.mark.parametrize("scene, code, words", [
+    ("one fails", 1, "the disk of rank 1 is full; free some space"),
+    ("all refuse", 2, "model.width: 3 is not a multiple of model.heads = 2"),
+    ("one is killed", 1, "rank 1 was killed by SIGKILL"),
+])
+def test_the_reason_is_the_first_failure_in_one_sentence(tmp_path, scene, code, words):
+    found, sentence = play(scene, tmp_path)
+    assert (found, words in sentence) == (code, True), sentence
+    assert "\n" not in sentence
+
+
+def test_a_signal_reaches_all_ranks_and_asks_for_a_requeue(tmp_path):
+    def send():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert play("signal", tmp_path) == (75, None)
