@@ -1,0 +1,7 @@
+"""Profiling: what a recipe costs here, and what it would cost in another precision or on another machine."""
+
+from bmoe.profiling.compare import compare
+from bmoe.profiling.measure import Build, Subject
+from bmoe.profiling.profile import estimate, profile
+
+__all__ = ["Build", "Subject", "compare", "estimate", "profile"]

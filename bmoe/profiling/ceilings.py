@@ -1,0 +1,44 @@
+"""What this device reaches at best, measured in the same run as the profile: a large matrix product and a large copy."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+SIZES = {"cuda": (8192, 2**29), "cpu": (1024, 2**25)}  # side of the product, elements of the copy
+
+
+def _best(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Shortest seconds of one call."""
+    call()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize(device)
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> dict[str, float | str]:
+    """{matmul_tflops, copy_gb_per_s, what}: best of a few repeats; the copy counts bytes read plus bytes written."""
+    side, elements = SIZES[device.type]
+    a = torch.randn(side, side, device=device, dtype=torch.float32).to(dtype)
+    out = torch.empty_like(a)
+    product = _best(lambda: torch.mm(a, a, out=out), device, 10 if device.type == "cuda" else 3)
+    source = torch.ones(elements, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy = _best(lambda: target.copy_(source), device, 10 if device.type == "cuda" else 3)
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "matmul_tflops": 2 * side**3 / product / 1e12,
+        "copy_gb_per_s": 2 * source.numel() * source.element_size() / copy / 1e9,
+        "what": f"{side} x {side} x {side} product in {name}; copy of {source.numel() * 2 / 2**20:.0f} MiB",
+    }

@@ -1,0 +1,48 @@
+"""Two profiles beside each other: what changed, and whether it is more than their own noise."""
+
+import json
+from pathlib import Path
+
+from bmoe.errors import RequestError
+
+FLOOR = 0.02  # two runs of the same thing differ by this much on a quiet machine
+
+
+def load(path: str | Path) -> dict:
+    """The results of a `bmoe profile --json` file. Raises RequestError."""
+    try:
+        body = json.loads(Path(path).read_text())
+    except OSError as problem:
+        raise RequestError(f"{path}: cannot read it ({problem.strerror}); give two files that `bmoe profile --json` wrote") from None
+    except ValueError:
+        raise RequestError(f"{path}: this is no JSON; give two files that `bmoe profile --json` wrote") from None
+    if not isinstance(body, dict) or body.get("command") != "profile":
+        raise RequestError(f"{path}: this was not written by `bmoe profile --json`; give two files that were")
+    return body["results"]
+
+
+def compare(a: dict, b: dict) -> dict:
+    """Changes from results `a` to results `b`.
+
+    step: seconds of both, ratio b / a with its bounds (the ratio of opposite ends of the runs' 10-90 % ranges, at least
+    2 % either way), and `changed`, whether 1 lies outside them. parts: seconds and ratio of each part that both have.
+    Raises RequestError if one of them measured nothing.
+    """
+    for name, results in (("first", a), ("second", b)):
+        if not results.get("step_s"):
+            raise RequestError(f"--compare: the {name} file has no measured step (its precision did not run on that machine)")
+    ratio = b["step_s"] / a["step_s"]
+    low = min(b["step_s_low"] / a["step_s_high"], ratio * (1 - FLOOR))
+    high = max(b["step_s_high"] / a["step_s_low"], ratio * (1 + FLOOR))
+    shared = [name for name in a["parts"] if name in b["parts"]]
+    differing = [key for key in ("recipe", "device", "precision", "experts", "compiled", "data") if a.get(key) != b.get(key)]
+    return {
+        "step": {"a": a["step_s"], "b": b["step_s"], "ratio": ratio, "low": low, "high": high, "changed": not low <= 1 <= high},
+        "tokens_per_s": {"a": a["tokens_per_s"], "b": b["tokens_per_s"], "ratio": b["tokens_per_s"] / a["tokens_per_s"]},
+        "parts": {
+            name: {"a": x, "b": y, "ratio": y / x if x else None}
+            for name in shared
+            for x, y in [(a["parts"][name]["seconds"], b["parts"][name]["seconds"])]
+        },
+        "differing": {key: {"a": a.get(key), "b": b.get(key)} for key in differing},
+    }

@@ -1,0 +1,221 @@
+"""Timing real training steps: the whole step without any instrument, then its parts in a pass of their own.
+
+A step is data, forward, loss, backward, clip and optimizer, as in training. `Subject` is what the caller built for it.
+The step time comes from undisturbed steps (its overhead is one clock reading a step). The parts come from separate steps
+with marks (`timeline`), and kernel and synchronisation counts from one step under torch's profiler.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median, quantiles
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmoe.data.loader import TrainingLoader
+from bmoe.data.packing import Batch
+from bmoe.data.sampler import Position
+from bmoe.precision.conditions import ROW_MULTIPLE
+from bmoe.profiling.timeline import Timeline, attached
+from bmoe.profiling.work import Load, batch_parts
+from bmoe.recipe import Recipe
+
+SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+class Subject(NamedTuple):
+    """A resolved recipe, its model on the device (compiled if the recipe says so) and an optimizer with `step(lr)`."""
+
+    recipe: Recipe
+    model: nn.Module
+    optimizer: object
+
+
+Build = Callable[[Recipe, torch.device], Subject]
+
+
+def backward(subject: Subject, batch: Batch, targets: int, real: int, timeline: Timeline | None = None) -> Tensor:
+    """Forward, loss and backward of one batch of a step with `targets` targets and `real` tokens. Returns counts_LE."""
+    key = 0 if subject.recipe.model.moe and subject.recipe.model.moe.jitter else None
+    out = subject.model(**batch.model_inputs(), jitter_key=key)
+    logits = out.logits.float() if out.logits.dtype == torch.bfloat16 else out.logits
+    loss = F.cross_entropy(logits, batch.picked_M, ignore_index=-100, reduction="sum") / max(targets, 1)
+    moe = subject.recipe.model.moe
+    if moe:
+        loss = loss + (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum()) * (int(batch.real_tokens) / real)
+    if timeline:
+        timeline.phase = "backward"
+        timeline.enter("head + loss")
+    loss.backward()
+    if timeline:
+        timeline.enter(None)
+        timeline.phase = "forward"
+    return out.counts_LE
+
+
+def _step(subject: Subject, batches: list[Batch], device: torch.device, timeline: Timeline | None = None) -> Tensor:
+    targets, real = sum(b.targets for b in batches), sum(int(b.real_tokens) for b in batches)
+    for batch in batches:
+        counts_LE = backward(subject, batch.to(device), targets, real, timeline)
+    if timeline:
+        timeline.enter("optimizer")
+    subject.optimizer.step(1e-9)
+    if timeline:
+        timeline.enter(None)
+    return counts_LE
+
+
+class Steps(NamedTuple):
+    """What undisturbed steps took. `seconds` is one entry a step, wait_s the mean wait for data, load the mean batch.
+
+    residue_share: residues among real tokens. rectangle: padding if each batch were a rectangle. counts_LE: of one batch.
+    """
+
+    seconds: list[float]
+    wait_s: float
+    load: Load
+    residue_share: float
+    rectangle: float
+    counts_LE: Tensor
+
+    @property
+    def middle(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """10th and 90th percentile: what one step of the same thing may take."""
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0]
+        cuts = quantiles(self.seconds, n=10, method="inclusive")
+        return cuts[0], cuts[-1]
+
+
+def _loader(subject: Subject, shards, device: torch.device) -> TrainingLoader:
+    return TrainingLoader(shards, subject.recipe, Position(0, 0), pin=device.type == "cuda")
+
+
+def whole_steps(subject: Subject, shards, device: torch.device, warmup: int, steps: int) -> Steps:
+    """Time `steps` steps after `warmup`, without instruments: the clock, and on CUDA one wait for the device, a step."""
+    subject.model.train()
+    seconds, wait, seen = [], 0.0, []
+    with _loader(subject, shards, device) as loader:
+        for number in range(warmup + steps):
+            _synchronise(device)
+            began = time.perf_counter()
+            batches = loader.next().batches
+            waited = time.perf_counter() - began
+            counts_LE = _step(subject, batches, device)
+            _synchronise(device)
+            if number >= warmup:
+                seconds.append(time.perf_counter() - began)
+                wait += waited
+                seen.extend(batches)
+    n = len(seen)
+    load = Load(
+        tokens=seen[0].tokens_T.numel(), real=sum(int(b.real_tokens) for b in seen) // n,
+        pairs=sum(b.pairs for b in seen) / n, targets=sum(b.picked_M.numel() for b in seen) // n,
+    )  # fmt: skip
+    return Steps(seconds, wait / steps, load, sum(b.residues for b in seen) / (load.real * n), _rectangle(seen), counts_LE.cpu())
+
+
+def _rectangle(batches: list[Batch]) -> float:
+    """Share of slots that would be padding if each batch were a rectangle as wide as its longest sequence."""
+    real = slots = 0
+    for batch in batches:
+        ends = batch.cu_seqlens[batch.cu_seqlens <= batch.real_tokens]
+        lengths = ends.diff()
+        lengths = lengths[lengths > 0]
+        real += int(lengths.sum())
+        slots += int(lengths.max()) * lengths.numel()
+    return 1.0 - real / slots
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def parts(subject: Subject, shards, device: torch.device, passes: int) -> dict[str, dict[str, float]]:
+    """Part -> {forward_s, backward_s, seconds} of ONE batch (optimizer: of one step), mean over `passes` marked steps."""
+    timeline, batches_seen = Timeline(device), 0
+    with _loader(subject, shards, device) as loader:
+        for number in range(passes + 1):
+            batches = loader.next().batches
+            with attached(subject.model, timeline):
+                _step(subject, batches, device, timeline)
+            if number == 0:  # the first one warms up what runs uncompiled here
+                timeline.marks.clear()
+            else:
+                batches_seen += len(batches)
+    found: dict[str, dict[str, float]] = {}
+    for (part, phase), seconds in timeline.seconds().items():
+        entry = found.setdefault(part, {"forward_s": 0.0, "backward_s": 0.0, "seconds": 0.0})
+        seconds /= passes if part == "optimizer" else batches_seen
+        entry[f"{phase}_s"] += seconds
+        entry["seconds"] += seconds
+    return found
+
+
+def achieved(found: dict[str, dict[str, float]], recipe: Recipe, vocabulary: int, load: Load) -> None:
+    """Add achieved `tflops` and `gb_per_s` to each part of one batch, from the closed-form work; null where none is defined."""
+    works = batch_parts(recipe.model, vocabulary, load, 4 if recipe.precision.kind == "fp32" else 2)
+    groups = {"experts": ("dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")}
+    for name, entry in found.items():
+        members = [works[n] for n in groups.get(name, (name,)) if n in works]
+        flops = sum(p.forward.flops + p.backward.flops for p in members)
+        moved = sum(p.forward.bytes + p.backward.bytes for p in members)
+        entry["tflops"] = flops / entry["seconds"] / 1e12 if flops and entry["seconds"] else None
+        entry["gb_per_s"] = moved / entry["seconds"] / 1e9 if moved and entry["seconds"] else None
+
+
+def padding_rows(counts_LE: Tensor, kind: str) -> float:
+    """Rows that alignment adds to each expert's rows, as a share of the real ones."""
+    multiple, rows = ROW_MULTIPLE[kind], counts_LE.long()
+    return float((-rows % multiple).sum() / rows.sum().clamp(min=1))
+
+
+def traced(subject: Subject, shards, device: torch.device, trace: str | Path | None) -> dict:
+    """One step under torch's profiler: kernels, synchronisations, busy share of the device, longest operators; the trace."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with _loader(subject, shards, device) as loader:
+        batches = loader.next().batches
+        _synchronise(device)
+        with torch.profiler.profile(activities=activities) as profiler:
+            began = time.perf_counter()
+            _step(subject, batches, device)
+            _synchronise(device)
+            wall = time.perf_counter() - began
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    result: dict = {"operators": _longest(profiler, device)}
+    if device.type == "cuda":
+        kernels = list(_kernels(profiler))
+        result |= {
+            "kernels_per_step": len(kernels),
+            "syncs_per_step": sum(1 for e in profiler.events() if e.name in SYNCHRONISING),
+            "gpu_busy_share": min(1.0, sum(e.time_range.elapsed_us() for e in kernels) / 1e6 / wall),
+        }
+    return result
+
+
+def _kernels(profiler) -> Iterator:
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
+            yield event
+
+
+def _longest(profiler, device: torch.device) -> list[dict]:
+    """The ten operators (CPU) or kernels (CUDA) with the most time of their own."""
+    cuda = device.type == "cuda"
+    rows = []
+    for row in profiler.key_averages():
+        micro = row.self_device_time_total if cuda else row.self_cpu_time_total
+        if micro > 0 and (not cuda or row.device_type == torch.autograd.DeviceType.CUDA):
+            rows.append({"name": row.key, "calls": row.count, "seconds": micro / 1e6})
+    return sorted(rows, key=lambda row: -row["seconds"])[:10]

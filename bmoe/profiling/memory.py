@@ -1,0 +1,141 @@
+"""Memory of one rank in closed form, by category, before anything runs.
+
+Static: weights, gradients, optimizer. With bf16 weights: 2 bytes each, 2 for the second half of the fp32 master, 2 x 4 for
+the moments; gradients are bf16, summed in fp32 if a step has several batches (the bf16 ones then live for one tensor only).
+In fp32: 4 + 4 + 8. Vectors and the router are fp32 always. Activations: what forward keeps for backward, per block.
+Workspace: what only lives while one part runs (its gradients, gathered parameters, the loss in fp32).
+
+The peak is static plus the larger of two moments: the end of forward (all activations), or the end of backward (all bf16
+gradients, one block's activations).
+
+Legend: T token slots, D width, F expert width, C = 2F or F, E experts, K top-k, N = T x K, M rows of the head, V vocabulary.
+"""
+
+from bmoe.model.layers import default_ffn_width
+from bmoe.profiling.chips import Chip
+from bmoe.profiling.work import Load, parameters
+from bmoe.recipe import Recipe
+
+GIB = 2**30
+RESERVE = 0.94  # share of a GPU's memory that tensors can use: the rest is the context, libraries and fragmentation
+
+
+def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, float]:
+    """Bytes that one block keeps for the backward pass, and bytes that it would keep without recomputation."""
+    model, b = recipe.model, 4 if recipe.precision.kind == "fp32" else 2
+    T, D, moe = load.tokens, model.width, model.moe
+    qkv = D + 2 * (model.kv_heads or model.heads) * (D // model.heads)
+    stream = T * D * b
+    wide = 0 if b == 4 or recipe.backend.compile is True else 2 * T * D * 4  # eager norms keep their input in fp32
+    attention = 3 * stream + T * qkv * b + T * model.heads * 4 + wide  # stream, norm, qkv rotated, output
+    second = 2 * stream  # stream, norm
+    if dense:
+        hidden = model.ffn_width or default_ffn_width(model.ffn, D)
+        C = 2 * hidden if model.ffn == "swiglu" else hidden
+        inside, routing = T * (C + 2 * hidden) * b, 0.0
+    else:
+        C = 2 * moe.expert_width if model.ffn == "swiglu" else moe.expert_width
+        N, experts = load.real * moe.top_k, recipe.backend.experts
+        rows = N * C * b if experts == "triton" else N * (D + C + moe.expert_width) * b + N * (C + moe.expert_width) * (4 if b == 2 else 0)
+        shared = moe.shared_experts * moe.expert_width
+        inside = rows + (T * (4 * shared) * b if shared else 0)
+        routing = T * D * 4 + 3 * T * moe.experts * 4 + 4 * T * moe.top_k * 8
+        if recipe.backend.compile is True:
+            routing -= T * D * 4
+    full = attention + second + routing + inside
+    kept = {"none": full, "experts": full - inside, "full": 2 * stream + second + routing}[recipe.backend.recompute]
+    return kept, full
+
+
+def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1) -> dict[str, float]:
+    """GiB of one rank: weights, gradients, optimizer, activations, workspace, peak.
+
+    `recipe.backend.compile` and `.experts` should be resolved; `auto` counts as compiled and as triton in bf16.
+    """
+    backend = recipe.backend
+    update = {}
+    if backend.compile == "auto":
+        update["compile"] = True
+    if backend.experts == "auto":
+        update["experts"] = "triton" if recipe.precision.kind == "bf16" else "grouped"
+    recipe = recipe.model_copy(update={"backend": backend.model_copy(update=update)})
+    model, par = recipe.model, recipe.parallel
+    p = parameters(model, vocabulary)
+    shard = max(1, world // (par.data_replicate * par.expert)) if par.data_shard == "auto" else par.data_shard
+    ranks = shard * par.expert
+    low, wide = (p.dense + p.experts) / ranks, p.wide / ranks
+    fp32 = recipe.precision.kind == "fp32"
+    b = 4 if fp32 else 2
+    moments = 8 if recipe.optimizer.state_dtype == "fp32" else 4
+    batches = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world)
+    sums = 4 * low if batches > 1 and not fp32 else 0.0
+    weights = b * low + 4 * wide
+    optimizer = moments * (low + wide) + (0 if fp32 else 2 * low)
+
+    dense_layers = model.layers if model.moe is None else model.moe.dense_layers
+    kinds = {layer < dense_layers for layer in range(model.layers)}
+    block = {dense: kept_per_block(recipe, load, dense) for dense in kinds}
+    stream = load.tokens * model.width * b
+    kept = sum(block[layer < dense_layers][0] for layer in range(model.layers)) + 2 * stream
+    head = load.targets * (vocabulary * (2 * b + 12) + 6 * model.width * b)
+    rows = load.real * model.moe.top_k if model.moe else load.tokens
+    hidden = model.moe.expert_width if model.moe else (model.ffn_width or default_ffn_width(model.ffn, model.width))
+    gates = 2 if model.ffn == "swiglu" else 1
+    one_block = max(full - some for some, full in block.values()) + rows * ((gates + 2) * hidden + 2 * model.width) * b
+    largest = p.experts / max(1, model.layers - dense_layers) if model.moe else p.dense / model.layers
+    gathered = 2 * (p.dense / model.layers + largest / par.expert) * b if ranks > par.expert else 0.0
+    gradients_alive = largest / par.expert * b if sums else b * low + 4 * wide
+    end_of_forward = kept + head
+    # Gradients appear while activations go, both about linearly, so the larger end decides.
+    end_of_backward = kept / model.layers + gradients_alive
+    workspace = one_block + gathered + (largest / par.expert * b if sums else 0.0)
+    static = weights + optimizer + sums
+    gradients = sums + (4 * wide if sums else gradients_alive)
+    peak = static + max(end_of_forward, end_of_backward) + workspace
+    sizes = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "activations": end_of_forward}
+    sizes |= {"workspace": workspace, "peak": peak}
+    return {name: size / GIB for name, size in sizes.items()}
+
+
+def fits(peak_gib: float, chip: Chip) -> bool:
+    """Whether a peak fits one GPU of `chip`."""
+    return peak_gib <= chip.memory_gib * RESERVE
+
+
+def scaled(load: Load, tokens: int) -> Load:
+    """The same mixture of sequences in another number of slots."""
+    share = tokens / load.tokens
+    return Load(tokens, int(load.real * share), load.pairs * share, max(1, int(load.targets * share)))
+
+
+def largest_batch(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) -> int:
+    """Largest `data.tokens_per_batch` (a power of two times 1,024, dividing the step) that fits one GPU; 0 if none does."""
+    best, tokens = 0, 1024
+    while tokens * world <= recipe.training.tokens_per_step:
+        if recipe.training.tokens_per_step % (tokens * world) == 0:
+            data = recipe.data.model_copy(update={"tokens_per_batch": tokens})
+            if fits(by_category(recipe.model_copy(update={"data": data}), vocabulary, scaled(load, tokens), world)["peak"], chip):
+                best = tokens
+        tokens *= 2
+    return best
+
+
+def advice(recipe: Recipe, memory: dict[str, float], chip: Chip, world: int, largest: int) -> list[str]:
+    """What to change, most effective first, when a recipe does not fit one GPU of `chip`; [] if it does."""
+    if fits(memory["peak"], chip):
+        return []
+    static = memory["weights"] + memory["gradients"] + memory["optimizer"]
+    room = chip.memory_gib * RESERVE
+    found = []
+    if static > room:
+        need = -(-int(static * world + 1) // int(room))
+        alone = f"weights, gradients and optimizer alone are {static:.0f} GiB a GPU"
+        found.append(f"{alone}: use at least {need} GPUs (parallel.data_shard: auto)")
+        if recipe.optimizer.state_dtype == "fp32":
+            found.append("set optimizer.state_dtype: bf16, which halves the moments")
+    if largest and largest < recipe.data.tokens_per_batch:
+        found.append(f"set data.tokens_per_batch: {largest}, the largest that fits")
+    if recipe.backend.recompute != "full":
+        more = "experts" if recipe.backend.recompute == "none" else "full"
+        found.append(f"set backend.recompute: {more}, which keeps less for the backward pass")
+    return found

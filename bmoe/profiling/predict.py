@@ -1,0 +1,163 @@
+"""Step time from a roofline: each part takes the longer of its arithmetic and its traffic, plus its launches.
+
+time(part) = max(FLOP / (peak x efficiency), bytes / (bandwidth x efficiency)) + kernels x launch
+
+Assumptions, all named in the result: the efficiencies below are fractions of the published peaks, fitted to one H200 in
+bf16; low precision speeds up the experts' GEMMs alone, halves their traffic of rounded inputs and adds a pass that makes
+them; nothing overlaps but communication, of which `OVERLAP` hides behind arithmetic. No Blackwell GPU was at hand: numbers
+for B200 and GB200 are this model at their published peaks, not measurements.
+"""
+
+from dataclasses import asdict, dataclass
+
+from bmoe.profiling.chips import Chip
+from bmoe.profiling.work import Load, Part, Work, batch_parts, model_flops, parameters
+from bmoe.recipe import Recipe
+
+LOW = ("fp8_current", "fp8_block", "fp8_delayed", "mxfp8")
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Achieved fractions of published peaks, and the seconds that a kernel costs at least.
+
+    bf16 on an H200: an 8192^3 product 0.78, torch's grouped GEMM 0.62-0.66 (wide experts), attention on packed proteins
+    0.19 forward and backward together, a copy 0.9 of the published bandwidth; fused passes reach less.
+    """
+
+    gemm: float = 0.68
+    grouped: float = 0.62
+    attention_core: float = 0.22
+    memory: float = 0.75
+    low_gemm: float = 0.45  # Transformer Engine's FP8 experts: their gain over bf16 is far from the factor 2 of the peaks
+    kernel_s: float = 3e-6
+    link: float = 0.8
+    overlap: float = 0.7
+
+
+EFFICIENCY = Efficiency()
+ROUNDING_BYTES = 3.0  # reading a bf16 element and writing an 8-bit one, per copy
+
+
+def _seconds(work: Work, rate: float, chip: Chip, e: Efficiency) -> float:
+    return max(work.flops / rate, work.bytes / (chip.bandwidth * e.memory)) + work.kernels * e.kernel_s
+
+
+def _attention(part: Part, work: Work, core: float, chip: Chip, e: Efficiency) -> float:
+    """Projections at GEMM efficiency, softmax(q k) v at its own."""
+    projections = work._replace(flops=work.flops - core)
+    return _seconds(projections, chip.bf16 * e.gemm, chip, e) + core / (chip.bf16 * e.attention_core)
+
+
+def part_seconds(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, e: Efficiency = EFFICIENCY) -> dict[str, dict[str, float]]:
+    """Part -> {forward_s, backward_s, seconds} of one batch on one GPU of `chip`, without communication."""
+    model, kind = recipe.model, recipe.precision.kind
+    fp32 = kind == "fp32"
+    found = {}
+    core = 4.0 * load.pairs * model.width * (0.5 if model.kind == "decoder" else 1.0) * model.layers
+    peak = chip.bf16 / 16 if fp32 else chip.bf16  # fp32 without tensor cores: 67 TFLOP/s on Hopper, 1/15 of bf16
+    for name, part in batch_parts(model, vocabulary, load, 4 if fp32 else 2).items():
+        times = []
+        for work, backward in ((part.forward, False), (part.backward, True)):
+            if part.matrix == "attention" and not fp32:
+                times.append(_attention(part, work, core * (2.5 if backward else 1.0), chip, e))
+            elif part.matrix == "grouped" and kind in LOW:
+                times.append(_low_gemm(model, load, name, work, chip, e))
+            else:
+                rate = peak * (e.grouped if part.matrix == "grouped" else e.gemm)
+                times.append(_seconds(work, rate, chip, e))
+        found[name] = {"forward_s": times[0], "backward_s": times[1], "seconds": sum(times)}
+    recomputed = {"none": (), "experts": ("dispatch", "experts gemm 1", "experts activation", "experts gemm 2")}
+    again = recomputed.get(recipe.backend.recompute, tuple(n for n in found if n not in ("embedding", "router", "head + loss")))
+    for name in again:
+        if name in found:
+            found[name]["backward_s"] += found[name]["forward_s"]
+            found[name]["seconds"] += found[name]["forward_s"]
+    return found
+
+
+def _low_gemm(model, load: Load, name: str, work: Work, chip: Chip, e: Efficiency) -> float:
+    """A grouped product in 8 bits: half the traffic, and a pass over the activations that rounds them both ways."""
+    layers = model.layers - model.moe.dense_layers
+    rows = load.real * model.moe.top_k * layers
+    width = model.width if name == "experts gemm 1" else model.moe.expert_width
+    rounding = 2 * ROUNDING_BYTES * rows * width / (chip.bandwidth * e.memory)
+    return _seconds(work._replace(bytes=work.bytes / 2, kernels=work.kernels * 3), chip.fp8 * e.low_gemm, chip, e) + rounding
+
+
+def optimizer_work(recipe: Recipe, vocabulary: int, ranks_of_dense: int, ranks_of_experts: int) -> Work:
+    """One optimizer step of one rank: norm and update. bf16 weights with split masters move 26 bytes (18 with bf16 moments)."""
+    p = parameters(recipe.model, vocabulary)
+    low = p.dense / ranks_of_dense + p.experts / ranks_of_experts
+    moments = 8 if recipe.optimizer.state_dtype == "fp32" else 4
+    if recipe.precision.kind == "fp32":
+        return Work(0, (low + p.wide / ranks_of_dense) * (4 + 12 + 2 * moments), 4 * recipe.model.layers)
+    return Work(0, low * (2 + 10 + 2 * moments) + p.wide / ranks_of_dense * (4 + 12 + 2 * moments), 4 * recipe.model.layers)
+
+
+def accumulation_work(recipe: Recipe, vocabulary: int) -> Work:
+    """Adding one batch's bf16 gradients to their fp32 sums: read 2 + 4, write 4 bytes a parameter."""
+    p = parameters(recipe.model, vocabulary)
+    return Work(0, (p.dense + p.experts) * 10.0, 8 * recipe.model.layers)
+
+
+def communication(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip, e: Efficiency = EFFICIENCY) -> dict[str, float]:
+    """Bytes and seconds that one rank communicates: per batch (parameters and tokens), before overlap.
+
+    Sharded parameters are gathered in forward and backward and their gradients scattered (bf16; 3 x bytes x (n-1)/n).
+    Expert parallelism sends each routed row to its expert and back, in both passes: 4 x N x D x 2 bytes x (e-1)/e.
+    """
+    p, par = parameters(recipe.model, vocabulary), recipe.parallel
+    expert = par.expert
+    shard = world // (par.data_replicate * expert) if par.data_shard == "auto" else par.data_shard
+    ranks = max(1, shard * expert)
+    b = 4 if recipe.precision.kind == "fp32" else 2
+    moe = recipe.model.moe
+    experts_here = p.experts / expert
+    sharded = 3 * b * ((p.dense + p.wide) * (ranks - 1) / ranks + experts_here * (max(shard, 1) - 1) / max(shard, 1))
+    layers = recipe.model.layers - (moe.dense_layers if moe else recipe.model.layers)
+    tokens = 4.0 * layers * load.real * (moe.top_k if moe else 0) * recipe.model.width * b * (expert - 1) / expert
+    link = chip.nvlink / 2 if world <= chip.domain else chip.network
+    token_link = chip.nvlink / 2 if expert <= chip.domain else chip.network
+    return {
+        "parameter_bytes": sharded,
+        "all_to_all_bytes": tokens,
+        "parameter_s": sharded / (link * e.link),
+        "all_to_all_s": tokens / (token_link * e.link),
+    }
+
+
+def step(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, world: int = 1, e: Efficiency = EFFICIENCY) -> dict:
+    """Predicted step of `world` GPUs of `chip`: seconds, tokens per second, MFU, parts, and the assumptions."""
+    parts = part_seconds(recipe, vocabulary, load, chip, e)
+    compute_s = sum(part["seconds"] for part in parts.values())
+    batches = max(1, recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world))
+    par = recipe.parallel
+    shard = world // (par.data_replicate * par.expert) if par.data_shard == "auto" else par.data_shard
+    ranks = max(1, shard * par.expert)
+    optimizer_s = _seconds(optimizer_work(recipe, vocabulary, ranks, ranks), chip.bf16, chip, e)
+    accumulate_s = 0.0
+    if batches > 1 and recipe.precision.kind != "fp32":
+        accumulate_s = _seconds(accumulation_work(recipe, vocabulary).times(1 / ranks), chip.bf16, chip, e)
+    comm = communication(recipe, vocabulary, load, world, chip, e) if world > 1 else None
+    exposed = 0.0
+    if comm:
+        exposed = comm["all_to_all_s"] + max((1 - e.overlap) * comm["parameter_s"], comm["parameter_s"] - compute_s)
+    batch_s = compute_s + accumulate_s + exposed
+    step_s = batches * batch_s + optimizer_s
+    flops = model_flops(recipe.model, vocabulary, load)
+    return {
+        "chip": chip.name,
+        "world": world,
+        "precision": recipe.precision.kind,
+        "step_s": step_s,
+        "batch_s": batch_s,
+        "optimizer_s": optimizer_s,
+        "batches_per_step": batches,
+        "tokens_per_s": world * batches * load.real / step_s,
+        "mfu": batches * flops / step_s / chip.bf16,
+        "parts": parts,
+        "communication": comm,
+        "assumptions": {**asdict(e), "peaks": chip.source, "tokens": load.tokens, "real_tokens": load.real, "bf16_peak": chip.bf16},
+        "label": "predicted by a roofline model, not measured",
+    }

@@ -1,0 +1,335 @@
+"""`bmoe profile`: what a recipe costs on this machine, and what it would cost in a precision or on a chip not here.
+
+A precision that this machine runs is measured. If the whole recipe does not fit the machine's memory or about a minute,
+fewer layers and tokens are measured and the rest is scaled up, labelled. A precision it lacks is reported: the unmet
+conditions, numerics by emulation, and a prediction for named chips.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from bmoe.data.sampler import Position
+from bmoe.data.shards import MANIFEST, Shards
+from bmoe.errors import RequestError
+from bmoe.model import counts
+from bmoe.precision import conditions, machine
+from bmoe.profiling import ceilings, chips, measure, memory, numerics, predict
+from bmoe.profiling.measure import Build, Steps, Subject
+from bmoe.profiling.synthetic import SyntheticShards
+from bmoe.profiling.work import Load, model_flops, parameters
+from bmoe.recipe import Recipe
+
+SECONDS = 40.0  # for the measured steps; building and marked steps come on top
+WARMUP = {"cuda": 4, "cpu": 1}
+FORMULA = "3 x (2 x active matrix parameters x real tokens + attention as masked) / (step_s x peak), recomputation not counted"
+
+
+def with_values(recipe: Recipe, section: str, **values) -> Recipe:
+    """The recipe with other values in one section."""
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
+
+
+def open_data(recipe: Recipe) -> tuple[object, str]:
+    """The recipe's training split if it is prepared, else synthetic sequences; and which, in words."""
+    folder = Path(recipe.data.path)
+    if (folder / MANIFEST).is_file():
+        return Shards(folder, "train"), f"training split of {folder}"
+    return SyntheticShards(recipe), "synthetic: random residues with the lengths of UniRef90, as data.path has no shards"
+
+
+def expected_load(recipe: Recipe, shards) -> Load:
+    """The mean packed batch of the recipe, from its first batches' lengths."""
+    from bmoe.data.loader import build_sampler
+
+    slots, real, pairs, batches = recipe.data.tokens_per_batch, 0, 0.0, 4
+    stream = build_sampler(shards, recipe, recipe.seed).batches(Position(0, 0), slots)
+    for _ in range(batches):
+        crops, _ = next(stream)
+        real += int(crops.slots.sum())
+        pairs += float((crops.slots.astype(float) ** 2).sum())
+    mean = real // batches
+    targets = int(mean * recipe.objective.mask_fraction) if recipe.objective.kind == "mlm" else mean
+    return Load(slots, mean, pairs / batches, max(1, targets))
+
+
+def _available_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / memory.GIB
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / memory.GIB
+
+
+def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: float) -> Recipe:
+    """The part of the recipe that this machine measures in about `SECONDS`: all of it, or fewer tokens, then fewer layers.
+
+    A step has at most two batches, enough to see gradients accumulate.
+    """
+    batches = max(1, recipe.training.tokens_per_step // recipe.data.tokens_per_batch)
+    letters = shards.alphabet.size
+    tokens, layers, dense = recipe.data.tokens_per_batch, recipe.model.layers, recipe.model.moe.dense_layers if recipe.model.moe else 0
+
+    def shrunk() -> Recipe:
+        moe = recipe.model.moe and recipe.model.moe.model_copy(update={"dense_layers": min(dense, layers - 1)})
+        small = with_values(recipe, "model", layers=layers, moe=moe)
+        small = with_values(small, "data", tokens_per_batch=tokens, max_length=min(recipe.data.max_length, tokens))
+        return with_values(small, "training", tokens_per_step=tokens * min(batches, 2))
+
+    def too_much(small: Recipe) -> bool:
+        load = expected_load(small, shards)
+        share = 0.5 if device.type == "cuda" else 0.3  # of the ceiling, cautiously
+        seconds = model_flops(small.model, letters, load) * min(batches, 2) / (tflops * 1e12 * share)
+        seconds += sum(parameters(small.model, letters)) * (1e-11 if device.type == "cuda" else 2e-8)
+        peak = memory.by_category(small, letters, load)["peak"]
+        return seconds * (steps + WARMUP[device.type] + 3) > SECONDS or peak > 0.9 * _available_gib(device)
+
+    small = shrunk()
+    least = dense + 1 if recipe.model.moe else 1
+    while too_much(small) and (tokens > 1024 or layers > least):
+        if tokens > 1024:
+            tokens = max(1024, tokens // 2)
+        else:
+            layers = max(least, layers // 2)
+        small = shrunk()
+    return small
+
+
+def _whole_step(small: Recipe, recipe: Recipe, steps: Steps, parts: dict, vocabulary: int, full: Load) -> dict:
+    """Seconds of the whole recipe's step on one device from what was measured of `small`.
+
+    One batch of the whole recipe takes, part by part, as long as the measured part times the ratio of layers (parts of the
+    blocks), tokens, and parameters (optimizer). With nothing reduced, all ratios are 1.
+    """
+    outside = ("embedding", "head + loss")
+    layers = recipe.model.layers / small.model.layers
+    tokens = full.real / steps.load.real
+    weights = sum(parameters(recipe.model, vocabulary)) / sum(parameters(small.model, vocabulary))
+    here = small.training.tokens_per_step // small.data.tokens_per_batch
+    batches = max(1, recipe.training.tokens_per_step // recipe.data.tokens_per_batch)
+    marked = sum(p["seconds"] for n, p in parts.items() if n != "optimizer") * here + parts["optimizer"]["seconds"] + steps.wait_s
+    compiled = bool(small.backend.compile)
+    scale = 1.0 if compiled else steps.middle / marked
+    optimizer_s = parts["optimizer"]["seconds"] * scale
+    batch_s = (steps.middle - optimizer_s - steps.wait_s) / here
+    share = {n: p["seconds"] for n, p in parts.items() if n != "optimizer"}
+    grown = sum(s * tokens * (1 if n in outside else layers) for n, s in share.items()) / sum(share.values())
+    result = {
+        "batch_s": batch_s * grown,
+        "optimizer_s": optimizer_s * weights,
+        "batches_per_step": batches,
+        "part_scale": scale,
+    }
+    result["step_s"] = result["batch_s"] * batches + result["optimizer_s"] + steps.wait_s
+    for name, part in parts.items():
+        # Seconds of ONE batch of the whole recipe (optimizer: of one step), scaled so that parts add up to the step.
+        ratio = weights if name == "optimizer" else tokens * (1 if name in outside else layers)
+        for key in ("forward_s", "backward_s", "seconds"):
+            part[key] *= scale * ratio
+    if steps.wait_s > 0:
+        parts["data wait"] = {"forward_s": 0.0, "backward_s": 0.0, "seconds": steps.wait_s, "tflops": None, "gb_per_s": None}
+    return result
+
+
+ADVICE = {
+    "attention": ("data.max_length", "attention grows with the square of the sequences' length"),
+    "experts gemm 1": ("precision.kind", "the experts' products run at the arithmetic peak of their precision"),
+    "experts gemm 2": ("precision.kind", "the experts' products run at the arithmetic peak of their precision"),
+    "experts": ("backend.experts", "another implementation of the experts may be faster; compare with --experts all"),
+    "experts activation": ("backend.experts", "an implementation that fuses the activation moves less memory"),
+    "dispatch": ("backend.experts", "an implementation that fuses sorting and gathering moves less memory"),
+    "combine": ("backend.experts", "an implementation that fuses the sum over experts moves less memory"),
+    "router": ("backend.compile", "routing is many small operations, which compilation merges"),
+    "norms": ("backend.compile", "norms and residual sums are passes over memory, which compilation merges"),
+    "optimizer": ("training.tokens_per_step", "more batches a step share one optimizer update"),
+    "data wait": ("data.tokens_per_batch", "the device waits for batches"),
+    "head + loss": ("objective.mask_fraction", "the head runs on the masked tokens"),
+    "ffn": ("precision.kind", "the feed-forward's products run at the arithmetic peak of their precision"),
+    "shared expert": ("model.moe.shared_experts", "the shared expert is applied to every token"),
+    "embedding": ("backend.compile", "embedding is a gather and a few elementwise passes"),
+}
+
+
+def bottleneck(parts: dict[str, dict], batches: int, busy: float | None) -> dict:
+    """The part that takes longest of a step, the recipe key that moves it, and why."""
+    if busy is not None and busy < 0.7:
+        why = "the GPU waits for launches; give it more at once"
+        return {"part": "idle", "share": 1 - busy, "key": "data.tokens_per_batch", "why": why}
+    seconds = {name: p["seconds"] * (1 if name in ("optimizer", "data wait") else batches) for name, p in parts.items()}
+    name = max(seconds, key=seconds.__getitem__)
+    key, why = ADVICE[name]
+    return {"part": name, "share": seconds[name] / sum(seconds.values()), "key": key, "why": why}
+
+
+def _memory(subject: Subject, load: Load, vocabulary: int, device: torch.device) -> dict[str, float | str | None]:
+    """Predicted GiB by category, and the measured peak where the device knows it."""
+    found: dict = memory.by_category(subject.recipe, vocabulary, load)
+    found["measured_peak"] = torch.cuda.max_memory_allocated(device) / memory.GIB if device.type == "cuda" else None
+    found["label"] = "GiB by category in closed form, of what was measured; measured_peak is the allocator's"
+    return found
+
+
+def _measured(recipe: Recipe, build: Build, shards, device: torch.device, steps: int, ceiling: dict, trace: str | None) -> dict:
+    """The measured half of a profile."""
+    vocabulary, full = shards.alphabet.size, expected_load(recipe, shards)
+    small = reduced(recipe, shards, device, steps, ceiling["matmul_tflops"])
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    subject = build(small, device)
+    small = subject.recipe
+    undisturbed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps)
+    memory_gib = _memory(subject, undisturbed.load, vocabulary, device)
+    parts = measure.parts(subject, shards, device, 3 if device.type == "cuda" else 1)
+    measure.achieved(parts, small, vocabulary, undisturbed.load)
+    traced = measure.traced(subject, shards, device, trace)
+    whole = _whole_step(small, recipe, undisturbed, parts, vocabulary, full)
+    low, high = (edge / undisturbed.middle for edge in undisturbed.bounds)
+    step_s, batches = whole["step_s"], whole["batches_per_step"]
+    peak = counts.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    flops = model_flops(recipe.model, vocabulary, full) * batches
+    was_reduced = small.model.layers < recipe.model.layers or small.data.tokens_per_batch < recipe.data.tokens_per_batch
+    return {
+        "step_s": step_s,
+        "step_s_low": step_s * low,
+        "step_s_high": step_s * high,
+        **{key: whole[key] for key in ("batch_s", "optimizer_s", "batches_per_step")},
+        "tokens_per_s": full.real * batches / step_s,
+        "residues_per_s": full.real * batches / step_s * undisturbed.residue_share,
+        "fill": undisturbed.load.real / undisturbed.load.tokens,
+        "mfu": flops / step_s / peak if peak else None,
+        "mfu_of_measured_ceiling": flops / step_s / (ceiling["matmul_tflops"] * 1e12),
+        "mfu_formula": FORMULA,
+        "peak_flops": peak,
+        "parts": parts,
+        "parts_label": _parts_label(small),
+        "measured": {
+            "layers": small.model.layers, "of_layers": recipe.model.layers,
+            "tokens_per_batch": small.data.tokens_per_batch, "of_tokens_per_batch": recipe.data.tokens_per_batch,
+            "step_s": undisturbed.middle, "steps": undisturbed.seconds,
+            "label": "scaled up by layers, tokens and parameters: a prediction, not a measurement" if was_reduced else "measured whole",
+        },
+        "experts": small.backend.experts,
+        "attention": small.backend.attention,
+        "compiled": bool(small.backend.compile),
+        "memory": memory_gib,
+        "padding": {
+            "tail": 1 - undisturbed.load.real / undisturbed.load.tokens,
+            "expert_rows": measure.padding_rows(undisturbed.counts_LE, recipe.precision.kind) if recipe.model.moe else 0.0,
+            "rectangle": undisturbed.rectangle,
+            "label": "shares: dummy tail of the slots; rows that alignment adds to the experts'; padding if a batch were a rectangle",
+        },
+        "bottleneck": bottleneck(parts, batches, traced.get("gpu_busy_share")),
+        **traced,
+    }  # fmt: skip
+
+
+def _parts_label(recipe: Recipe) -> str:
+    one = "seconds of one batch of the whole recipe, optimizer of one step"
+    if recipe.backend.compile:
+        return f"{one}; measured with blocks uncompiled, as a compiled block is one piece: they add up to more than the step"
+    return f"{one}; from marked steps, scaled to the undisturbed ones"
+
+
+def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: str | None = None) -> dict[str, dict]:
+    """Chip -> predicted step and memory, for every chip (or `only`) whose hardware has the precision."""
+    load, vocabulary, found = expected_load(recipe, shards), shards.alphabet.size, {}
+    for chip in [chips.find(only)] if only else chips.CHIPS.values():
+        needs = conditions.NEEDS.get(recipe.precision.kind)
+        if needs and not needs.lowest <= chip.capability < needs.below:
+            continue
+        result = predict.step(recipe, vocabulary, load, chip, world)
+        sizes = memory.by_category(recipe, vocabulary, load, world)
+        bf16 = predict.step(with_values(recipe, "precision", kind="bf16"), vocabulary, load, chip, world)["step_s"]
+        found[chip.name] = result | {
+            "memory": sizes,
+            "fits": memory.fits(sizes["peak"], chip),
+            "speedup_over_bf16": bf16 / result["step_s"],
+            "this_machine": chips.of_device(device_name) is chip,
+        }
+    return found
+
+
+def implementations(recipe: Recipe, device: torch.device, te_runs: bool) -> list[str]:
+    """The expert implementations that can run the recipe here."""
+    names = ["loop", "grouped"]
+    plain = recipe.model.ffn == "swiglu" and not recipe.model.bias
+    if device.type == "cuda" and plain and recipe.precision.kind == "bf16":
+        names.append("triton")
+    if te_runs and plain and recipe.precision.kind != "fp32":
+        names.append("te")
+    return names
+
+
+def profile(
+    recipe: Recipe, build: Build, *, device: torch.device, precision: str | None = None, experts: str | None = None,
+    baseline: str | None = None, steps: int = 10, trace: str | None = None,
+) -> dict:  # fmt: skip
+    """Profile a recipe. Returns the results of `--json`; `render.report` shows them.
+
+    `build(recipe, device)` makes the Subject (a resolved recipe's model and optimizer, compiled if it says so). `experts`:
+    an implementation, or `all` to compare those that run here on the same weights and batches. `baseline`: `hf`.
+    """
+    if precision:
+        recipe = with_values(recipe, "precision", kind=precision)
+    if experts and experts != "all":
+        recipe = with_values(recipe, "backend", experts=experts)
+    if experts == "all" and recipe.model.moe is None:
+        raise RequestError("--experts all: this recipe has no experts (model.moe is null); leave the flag out")
+    here = machine.probe(device)
+    kind = recipe.precision.kind
+    lacking = [] if recipe.precision.emulate else conditions.unmet(kind, here, recipe.model)
+    shards, source = open_data(recipe)
+    compute = torch.float32 if kind == "fp32" or device.type == "cpu" else torch.bfloat16
+    ceiling = ceilings.measure(device, compute)
+    results: dict = {
+        "recipe": recipe.name, "device": here.device, "precision": kind, "data": source, "ceilings": ceiling,
+        "step_s": None, "tokens_per_s": None, "mfu": None, "parts": {}, "memory": {}, "unmet_conditions": lacking,
+        "unmet_for_fused": conditions.fused_unmet(here, recipe.model) if kind == "mxfp8" else [],
+        "emulated": {}, "predicted": {}, "ratios": {},
+    }  # fmt: skip
+    if lacking:
+        ceiling32 = ceiling if compute == torch.float32 else ceilings.measure(device, torch.float32)
+        results["emulated"] = numerics.emulated(recipe, shards, device, ceiling32["matmul_tflops"])
+        results["predicted"] = predictions(recipe, shards, here.device)
+        return results
+    results |= _measured(recipe, build, shards, device, steps, ceiling, trace)
+    results["predicted"] = predictions(recipe, shards, here.device)
+    for chip in results["predicted"].values():
+        if chip["this_machine"]:
+            chip["error"] = chip["step_s"] / results["step_s"] - 1
+    if experts == "all":
+        te_runs = not conditions.unmet("fp8_current", here, recipe.model)
+        results |= compare_experts(recipe, build, shards, device, steps, ceiling, implementations(recipe, device, te_runs))
+        fastest = results["experts_compared"]
+        results["ratios"] |= {f"experts {name}": run["step_s"] / fastest[results["experts"]]["step_s"] for name, run in fastest.items()}
+    if baseline:
+        from bmoe.profiling.baseline import against
+
+        results |= against(recipe, results, shards, device, steps)
+    return results
+
+
+def compare_experts(recipe: Recipe, build: Build, shards, device: torch.device, steps: int, ceiling: dict, names: list[str]) -> dict:
+    """Step times of each implementation: the same initial weights and batches, one after the other."""
+    compared = {}
+    for name in names:
+        variant = reduced(with_values(recipe, "backend", experts=name), shards, device, steps, ceiling["matmul_tflops"])
+        subject = build(variant, device)
+        timed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps)
+        low, high = timed.bounds
+        compared[name] = {"step_s": timed.middle, "step_s_low": low, "step_s_high": high, "tokens_per_s": timed.load.real / timed.middle}
+        del subject
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"experts_compared": compared}
+
+
+def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
+    """What `train --dry-run` says of memory and speed: per rank, from shapes, for `chip` or every known one."""
+    shards, source = open_data(recipe)
+    load, vocabulary = expected_load(recipe, shards), shards.alphabet.size
+    predicted = predictions(recipe, shards, "", world, chip)
+    sizes = memory.by_category(recipe, vocabulary, load, world)
+    for name, entry in predicted.items():
+        entry["largest_tokens_per_batch"] = memory.largest_batch(recipe, vocabulary, load, world, chips.find(name))
+        entry["advice"] = memory.advice(recipe, sizes, chips.find(name), world, entry["largest_tokens_per_batch"])
+    return {"world": world, "memory": sizes, "predicted": predicted, "data": source, "label": "predicted from shapes, not measured"}
