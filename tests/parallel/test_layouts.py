@@ -1,0 +1,76 @@
+"""Every layout trains as one process does: losses, gradients, norm, weights and moments, with different data on each rank, some
+experts and one whole rank without tokens, shared experts, biases, and clipping active."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+_spec = importlib.util.spec_from_file_location("cases", Path(__file__).parent / "cases.py")
+cases = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(cases)
+
+LAYOUTS = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 4, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1)]  # replicas, shards, expert
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    """Norm of the difference over the norm."""
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-300)) if np.linalg.norm(got - want) else 0.0
+
+
+def worst(got: dict, want: dict) -> tuple[float, str]:
+    assert got.keys() == want.keys()
+    return max((relative(got[name], want[name]), name) for name in want)
+
+
+@pytest.fixture(scope="module")
+def one():
+    """The runs on one process, by arguments."""
+    known: dict = {}
+
+    def of(**arguments) -> dict:
+        key = repr(sorted(arguments.items()))
+        if key not in known:
+            known[key] = cases.train(0, 1, **arguments)
+        return known[key]
+
+    return of
+
+
+def test_clipping_is_active_and_experts_starve(one):
+    run = one()
+    assert (run["norms"] > 2 * 0.05).all()
+    for name in ("blocks.0.ffn.experts.gate_up", "blocks.1.ffn.experts.down"):
+        gradient = run["gradients"][name]
+        assert [bool(np.abs(gradient[e]).sum()) for e in range(8)] == [False, False, True, True, True, False, True, True]
+
+
+@pytest.mark.parametrize("batches", [4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float64_equals_one_process(ranks, one, layout, batches):
+    want = one(batches=batches)
+    for got in ranks(int(np.prod(layout))).run("train", layout=layout, batches=batches):
+        assert relative(got["losses"], want["losses"]) < 1e-9
+        assert relative(got["norms"], want["norms"]) < 1e-9
+        assert worst(got["gradients"], want["gradients"])[0] < 1e-9
+        assert worst(got["state"], want["state"])[0] < 1e-9
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 2, 2), (1, 1, 4)])
+def test_float32_equals_one_process_to_rounding(ranks, one, layout):
+    want = one(dtype="float32", steps=1)
+    for got in ranks(int(np.prod(layout))).run("train", layout=layout, dtype="float32", steps=1):
+        assert relative(got["losses"], want["losses"]) < 1e-5
+        assert relative(got["norms"], want["norms"]) < 1e-5
+        assert worst(got["gradients"], want["gradients"])[0] < 1e-5
+
+
+@pytest.mark.parametrize("fault", ["expert gradient twice", "norm over own shards", "experts in the wrong order"])
+def test_the_comparison_sees_faults(ranks, one, fault):
+    want = one()
+    got = ranks(2).run("train", layout=(1, 1, 2), sabotage=fault)[0]
+    differences = [relative(got["losses"], want["losses"]), relative(got["norms"], want["norms"]),
+                   worst(got["gradients"], want["gradients"])[0], worst(got["state"], want["state"])[0]]
+    assert max(differences) > 1e-4, differences
