@@ -46,10 +46,9 @@ def ours(setting, method, variants=VARIANTS, text=WILD):
     return mutations.score(model, recipe, letters, letters.encode(text.encode()), variants, method, CPU)
 
 
+@pytest.mark.parametrize("setting", ["encoder"], indirect=True)
 def test_marginals(setting):
     model, recipe, letters = setting
-    if recipe.model.kind == "decoder":
-        pytest.skip("marginals are of encoders")
     for method in ("masked_marginal", "wt_marginal"):
         expected = []
         for sites in VARIANTS:
@@ -63,10 +62,9 @@ def test_marginals(setting):
         assert ours(setting, method) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("setting", ["encoder"], indirect=True)
 def test_pseudo_log_likelihood(setting):
     model, recipe, letters = setting
-    if recipe.model.kind == "decoder":
-        pytest.skip("pseudo-log-likelihood is of encoders")
 
     def pll(text):
         total, tokens = 0.0, ids(letters, text)
@@ -78,10 +76,9 @@ def test_pseudo_log_likelihood(setting):
     assert ours(setting, "pll") == pytest.approx([pll(changed(s)) - pll(WILD) for s in VARIANTS], rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.parametrize("setting", ["decoder"], indirect=True)
 def test_log_likelihood(setting):
     model, recipe, letters = setting
-    if recipe.model.kind == "encoder":
-        pytest.skip("log-likelihood is of decoders")
 
     def likelihood(text):
         tokens = ids(letters, text)

@@ -1,0 +1,140 @@
+"""Contact features and attention maps against Hugging Face's ESM-2, precision against a naive loop, and a planted signal."""
+
+import gzip
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bmoe.data.alphabet import alphabet
+from bmoe.errors import RequestError
+from bmoe.evaluation import contacts
+from bmoe.evaluation.attention_maps import attention_maps
+from bmoe.evaluation.forward import wrap
+from bmoe.evaluation.structures import Chain
+from bmoe.interop.esm2 import from_esm2
+from bmoe.model.transformer import Transformer, Vocabulary
+from bmoe.recipe import BackendSection, ModelSection
+
+CPU = torch.device("cpu")
+DATA = Path(__file__).parent.parent / "data" / "structures"
+
+
+def test_features_equal_the_contact_head_of_hugging_face():
+    """Random ESM-2 weights and a random regression over all heads: same probabilities, so same maps, order and correction."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.EsmConfig(
+        vocab_size=33, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, pad_token_id=1, mask_token_id=32,
+        position_embedding_type="rotary", token_dropout=True, emb_layer_norm_before=False, layer_norm_eps=1e-5, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, initializer_range=0.3,
+    )  # fmt: skip
+    config._attn_implementation = "eager"  # the only one that returns its maps
+    theirs = transformers.EsmForMaskedLM(config).eval()
+    theirs.esm.contact_head.regression.weight.data.normal_(0, 3.0)
+    weights, section = from_esm2(theirs.state_dict(), heads=4)
+    model = Transformer(ModelSection.model_validate(section), Vocabulary(33, 1, 32), BackendSection())
+    model.load_state_dict(weights, strict=False)
+    letters = alphabet("protein")
+    sequences = [wrap(letters, letters.encode(s)) for s in (b"MKTAYIAKQRQISFVKSHF", b"MSIQHFRVAL", b"GGGSLLKKEWYC")]
+    regression = theirs.esm.contact_head.regression
+    for tokens, maps in zip(sequences, attention_maps(model.eval(), sequences, 24, CPU), strict=True):
+        ours = contacts.contact_features(maps)
+        ours = torch.sigmoid(torch.einsum("aij,a->ij", ours, regression.weight[0]) + regression.bias)
+        row = torch.from_numpy(tokens)[None]
+        with torch.no_grad():
+            expected = theirs.predict_contacts(row, torch.ones_like(row))[0]
+        assert ours.std() > 0.01
+        assert torch.allclose(ours, expected, atol=1e-5)
+
+
+def test_maps_of_a_decoder_look_back_only_and_group_their_heads(make_recipe, make_model, proteins):
+    model = make_model(make_recipe("decoder", kv_heads=2))
+    tokens = wrap(proteins.alphabet, proteins.sequence(0)[:20])
+    (maps,) = attention_maps(model, [tokens], 64, CPU)
+    assert maps.shape == (12, 22, 22) and torch.equal(maps.triu(1), torch.zeros_like(maps))
+    assert torch.allclose(maps.sum(-1), torch.ones(12, 22), atol=1e-6)
+
+
+def test_precision_against_a_naive_loop():
+    generator = np.random.default_rng(0)
+    n = 60
+    i, j = np.triu_indices(n, 6)
+    score, contact = generator.random(i.size), generator.random(i.size) < 0.1
+    for low, high in contacts.RANGES.values():
+        for top in (60, 30, 12):
+            ranked = sorted(
+                ((s, c) for a, b, s, c in zip(i, j, score, contact, strict=True) if low <= b - a and (high is None or b - a < high)),
+                reverse=True,
+            )
+            naive = sum(c for _, c in ranked[:top]) / min(top, len(ranked))
+            assert contacts.precision(i, j, score, contact, (low, high), top) == pytest.approx(naive)
+    assert np.isnan(contacts.precision(i, j, score, contact, (100, None), 10))
+
+
+def test_regression_is_the_l1_optimum():
+    """Subgradient conditions of sum log(1 + exp(-y f)) C + |w|_1 at the fitted weights."""
+    linear = pytest.importorskip("sklearn.linear_model")
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(2000, 10))
+    y = generator.random(2000) < 1 / (1 + np.exp(-(2 * x[:, 0] - x[:, 1])))
+    fitted = contacts.fit(linear, x, y)
+    sign = np.where(y, 1, -1)
+    pull = contacts.PENALTY * (sign / (1 + np.exp(sign * fitted.decision_function(x)))) @ x
+    w = fitted.coef_[0]
+    assert np.allclose(pull[w != 0], np.sign(w[w != 0]), atol=0.05)
+    assert (np.abs(pull[w == 0]) <= 1.05).all() and w[0] > 1.0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two unrelated real chains."""
+    for path in DATA.glob("*.pdb.gz"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def test_a_model_that_attends_to_contacts_is_found_out(folder, make_recipe, make_model, monkeypatch):
+    """Head 2 of each map holds the true contacts, the others noise: precision near 1, beyond the baseline; shuffled, not."""
+    pytest.importorskip("sklearn")
+    recipe, letters = make_recipe(), alphabet("protein")
+    model = make_model(recipe)
+    known = {len(c.sequence): c for c in contacts.read_chains(folder)}
+
+    def planted(_model, sequences, _slots, _device):
+        for tokens in sequences:
+            n = len(tokens) - 2
+            maps = torch.rand(4, n + 2, n + 2, generator=torch.Generator().manual_seed(n))
+            maps[2, 1:-1, 1:-1] += 2.0 * torch.from_numpy(known[n].contacts()).float()
+            yield maps
+
+    monkeypatch.setattr(contacts, "attention_maps", planted)
+    found = contacts.evaluate(model, recipe, letters, folder, CPU)
+    assert found["chains"] == found["families"] == 2 and found["skipped"] == 0
+    assert found["long"]["p_at_l5"] > 0.95 > found["long"]["p_at_l5_by_separation"]
+    assert {"p_at_l", "p_at_l_low", "p_at_l_high", "p_at_l2", "p_at_l5"} <= found["short"].keys()
+    for shown in found["maps"]:
+        true = {tuple(p) for p in shown["true"]}
+        assert len(shown["predicted"]) == shown["length"] and len(true & {tuple(p) for p in shown["predicted"]}) > 0.5 * len(true)
+
+
+def test_requests_that_cannot_be_met(folder, make_recipe, make_model):
+    recipe = make_recipe()
+    with pytest.raises(RequestError, match="proteins"):
+        contacts.evaluate(make_model(recipe), recipe, alphabet("dna"), folder, CPU)
+    for path in sorted(folder.glob("*.gz"))[1:]:
+        path.unlink()
+    pytest.importorskip("sklearn")
+    with pytest.raises(RequestError, match="two families"):
+        contacts.evaluate(make_model(recipe), recipe, alphabet("protein"), folder, CPU)
+
+
+def test_unknown_residues_are_no_pairs():
+    text = gzip.open(DATA / "1A8O_A.pdb.gz", "rt").read()
+    assert "CA" in text
+    chain = Chain("x", "A" * 20, np.random.default_rng(0).normal(size=(20, 3, 3)) * 5)
+    chain.backbone[3, 1] = np.nan
+    i, j, contact = contacts._pairs(chain)
+    assert 3 not in i and 3 not in j and contact.size == i.size and (j - i >= 6).all()
