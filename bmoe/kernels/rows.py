@@ -3,19 +3,20 @@
 Shapes: T tokens, D width, E experts, K top-k, N = T x K slots (slot n = t K + k); B blocks of the counting sort.
 
 Mathematics
-    row_of_slot[n]  = #{m : id[m] < id[n]} + #{m < n : id[m] = id[n]}          (-1 where id[n] = E, "no expert")
-    slot_of_row     = the inverse permutation, defined for rows below offsets[E - 1]
-    offsets[e]      = #{m : id[m] <= e},  e < E
-    spread(x)[row_of_slot[t K + k]] = x[t]                                     [T, D] -> [N, D]
-    combine(r)[t]   = sum over k of r[row_of_slot[t K + k]] in fp32            [N, D] -> [T, D], the transpose of spread
+    row_of_slot[n]    = #{m : id[m] < id[n]} + #{m < n : id[m] = id[n]}        (-1 where id[n] = E, "no expert")
+    token_of_row[r]   = n // K and weight_of_row[r] = weights[n] for the slot n with row_of_slot[n] = r
+    bounds[e]         = #{m : id[m] < e},  0 <= e <= E: rows bounds[e] to bounds[e + 1] belong to expert e
+    spread(x)[r]      = x[token_of_row[r]]                                     [T, D] -> [N, D]
+    combine(r, w)[t]  = sum over k of w[t, k] r[row_of_slot[t K + k]], fp32    [N, D] -> [T, D]
+    combine(r)        = the same with w = 1: the transpose of spread
 
 Bytes (bf16, floor; no FLOPs to speak of)
-    sort     8 N in, 8 N out, and B E int32 counters that stay in L2
+    sort     8 N + 4 N in, 12 N out, and B E int32 counters that stay in L2
     spread   2 T D in, 2 N D out: each token is read once and written K times
     combine  2 N D in, 2 T D out: no atomics, one writer per row, the same bits on every run
 
-Nothing here depends on how many rows an expert got: no value is read on the host. Rows at or beyond
-offsets[E - 1] are neither read nor written. How near the kernels come to the floor: docs/kernels.md.
+Nothing here depends on how many rows an expert got: no value is read on the host. Rows at or beyond bounds[E] are
+neither read nor written. How near the kernels come to the floor: docs/kernels.md.
 """
 
 from typing import NamedTuple
@@ -27,11 +28,12 @@ from torch import Tensor
 
 
 class Order(NamedTuple):
-    """Both directions of the sort, int32; rows of `slot_of_row_N` beyond `offsets_E[-1]` are undefined."""
+    """The sort in both directions; rows beyond bounds_E1[-1] have token 0 and weight 0."""
 
-    row_of_slot_N: Tensor
-    slot_of_row_N: Tensor
-    offsets_E: Tensor
+    row_of_slot_N: Tensor  # int32
+    token_of_row_N: Tensor  # int32
+    weight_of_row_N: Tensor  # fp32
+    bounds_E1: Tensor  # int32 [E + 1]
 
 
 def row_tile(width: int, elements: int = 2048, widest: int = 1024) -> tuple[int, int]:
@@ -60,11 +62,14 @@ def _count_kernel(ids_N, counts_BE, n_slots, EXPERTS_P2: tl.constexpr, BLOCK: tl
 def _place_kernel(
     ids_N,
     counts_BE,
+    weights_N,
     row_of_slot_N,
-    slot_of_row_N,
-    offsets_E,
+    token_of_row_N,
+    weight_of_row_N,
+    bounds_E1,
     n_slots,
     n_blocks,
+    K: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_P2: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -83,7 +88,8 @@ def _place_kernel(
     total = tl.where(expert < EXPERTS, total, 0)
     ends = tl.cumsum(total, axis=0)
     if block == 0:
-        tl.store(offsets_E + expert, ends, mask=expert < EXPERTS)
+        tl.store(bounds_E1 + 1 + expert, ends, mask=expert < EXPERTS)
+        tl.store(bounds_E1 + expert, 0, mask=expert == 0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_N + slot, mask=slot < n_slots, other=EXPERTS_P2).to(tl.int32)
     hit = (ids[:, None] == expert[None, :]).to(tl.int32)
@@ -91,42 +97,51 @@ def _place_kernel(
     row = tl.sum(hit * (rank + (ends - total + before)[None, :]), axis=1)
     real = (ids < EXPERTS) & (slot < n_slots)
     tl.store(row_of_slot_N + slot, tl.where(real, row, -1), mask=slot < n_slots)
-    tl.store(slot_of_row_N + row, slot, mask=real)
+    tl.store(token_of_row_N + row, slot // K, mask=real)
+    tl.store(weight_of_row_N + row, tl.load(weights_N + slot, mask=real, other=0.0), mask=real)
 
 
-def sort_slots(experts_TK: Tensor, experts: int) -> Order:
-    """Stable counting sort of the N expert ids (int64, each in [0, experts]) in two launches."""
+def sort_slots(experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
+    """Stable counting sort of the N expert ids (int64, each in [0, experts]) in two launches; weights fp32."""
     ids_N = experts_TK.reshape(-1)
     n = ids_N.numel()
     row_of_slot_N = torch.empty(n, dtype=torch.int32, device=ids_N.device)
-    slot_of_row_N = torch.empty_like(row_of_slot_N)
+    order = Order(
+        row_of_slot_N,
+        torch.zeros_like(row_of_slot_N),
+        torch.zeros(n, dtype=torch.float32, device=ids_N.device),
+        torch.zeros(experts + 1, dtype=torch.int32, device=ids_N.device),
+    )
     if n == 0:
-        return Order(row_of_slot_N, slot_of_row_N, torch.zeros(experts, dtype=torch.int32, device=ids_N.device))
+        return order
     experts_p2 = triton.next_power_of_2(experts)
     block = min(max(32768 // experts_p2, 16), 1024, max(triton.next_power_of_2(n), 16))
     blocks = triton.cdiv(n, block)
     counts_BE = torch.empty(blocks, experts_p2, dtype=torch.int32, device=ids_N.device)
-    offsets_E = torch.empty(experts, dtype=torch.int32, device=ids_N.device)
     warps = 16 if block * experts_p2 > 16384 else 4
     _count_kernel[(blocks,)](ids_N, counts_BE, n, experts_p2, block, num_warps=warps)
     chunk = min(triton.next_power_of_2(blocks), max(8192 // experts_p2, 1))
     _place_kernel[(blocks,)](
-        ids_N, counts_BE, row_of_slot_N, slot_of_row_N, offsets_E, n, blocks, experts, experts_p2, block, chunk,
-        num_warps=warps,
+        ids_N, counts_BE, weights_TK.reshape(-1), *order, n, blocks, experts_TK.shape[1], experts, experts_p2, block,
+        chunk, num_warps=warps,
     )  # fmt: skip
-    return Order(row_of_slot_N, slot_of_row_N, offsets_E)
+    return order
 
 
-def sort_slots_reference(experts_TK: Tensor, experts: int) -> Order:
-    """Plain-torch twin of `sort_slots`; undefined rows hold 0."""
-    ids_N = experts_TK.reshape(-1)
-    order_N = torch.argsort(ids_N, stable=True)
-    row_of_slot_N = torch.empty_like(order_N)
-    row_of_slot_N[order_N] = torch.arange(order_N.numel(), device=ids_N.device)
+def sort_slots_reference(experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
+    """Plain-torch twin of `sort_slots`."""
+    ids_N, weights_N = experts_TK.reshape(-1), weights_TK.reshape(-1)
+    slot_of_row_N = torch.argsort(ids_N, stable=True)
+    row_of_slot_N = torch.empty_like(slot_of_row_N)
+    row_of_slot_N[slot_of_row_N] = torch.arange(slot_of_row_N.numel(), device=ids_N.device)
     real_N = ids_N < experts
-    counts_E = torch.bincount(ids_N, minlength=experts + 1)[:experts]
-    slot_of_row_N = torch.where(real_N[order_N], order_N, 0)
-    return Order(torch.where(real_N, row_of_slot_N, -1).int(), slot_of_row_N.int(), counts_E.cumsum(0).int())
+    bounds_E1 = torch.bincount(ids_N + 1, minlength=experts + 2)[: experts + 1].cumsum(0)
+    return Order(
+        torch.where(real_N, row_of_slot_N, -1).int(),
+        torch.where(real_N[slot_of_row_N], slot_of_row_N // experts_TK.shape[1], 0).int(),
+        torch.where(real_N[slot_of_row_N], weights_N[slot_of_row_N], 0),
+        bounds_E1.int(),
+    )
 
 
 @triton.jit
@@ -144,7 +159,16 @@ def _spread_kernel(
 
 @triton.jit
 def _combine_kernel(
-    rows_ND, y_TD, row_of_slot_N, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    rows_ND,
+    y_TD,
+    row_of_slot_N,
+    weights_N,
+    tokens,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -152,10 +176,20 @@ def _combine_kernel(
     y = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in tl.static_range(K):
         row = tl.load(row_of_slot_N + token * K + k, mask=token < tokens, other=-1)
-        y += tl.load(
+        part = tl.load(
             rows_ND + row[:, None].to(tl.int64) * D + column[None, :], mask=inside & (row >= 0)[:, None], other=0.0
         ).to(tl.float32)
+        if WEIGHTED:
+            part *= tl.load(weights_N + token * K + k, mask=(token < tokens) & (row >= 0), other=0.0)[:, None]
+        y += part
     tl.store(y_TD + token[:, None].to(tl.int64) * D + column[None, :], y.to(y_TD.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _to_slots_kernel(values_N, slots_N, row_of_slot_N, n_slots, BLOCK: tl.constexpr):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_of_slot_N + slot, mask=slot < n_slots, other=-1)
+    tl.store(slots_N + slot, tl.load(values_N + row, mask=row >= 0, other=0.0), mask=slot < n_slots)
 
 
 def spread(x_TD: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
@@ -169,16 +203,28 @@ def spread(x_TD: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
     return rows_ND
 
 
-def combine(rows_ND: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
-    """Sum of each token's K rows in fp32, rounded once to the rows' dtype: [T, D]."""
+def combine(rows_ND: Tensor, row_of_slot_N: Tensor, k: int, weights_TK: Tensor | None = None) -> Tensor:
+    """Sum of each token's K rows, times their fp32 weights if given, in fp32, rounded once to the rows' dtype: [T, D]."""
     width = rows_ND.shape[1]
     tokens = row_of_slot_N.numel() // k
     y_TD = rows_ND.new_empty(tokens, width)
     if y_TD.numel():
         rows, columns = row_tile(width, elements=1024)
         grid = (triton.cdiv(tokens, rows), triton.cdiv(width, columns))
-        _combine_kernel[grid](rows_ND, y_TD, row_of_slot_N, tokens, width, k, rows, columns, num_warps=4)
+        weights_N = rows_ND if weights_TK is None else weights_TK.reshape(-1)
+        _combine_kernel[grid](
+            rows_ND, y_TD, row_of_slot_N, weights_N, tokens, width, k, weights_TK is not None, rows, columns,
+            num_warps=4,
+        )  # fmt: skip
     return y_TD
+
+
+def to_slots(values_N: Tensor, row_of_slot_N: Tensor) -> Tensor:
+    """One fp32 number per row brought to slot order; 0 for slots without an expert."""
+    slots_N = torch.empty_like(values_N)
+    if slots_N.numel():
+        _to_slots_kernel[(triton.cdiv(slots_N.numel(), 1024),)](values_N, slots_N, row_of_slot_N, slots_N.numel(), 1024)
+    return slots_N
 
 
 def spread_reference(x_TD: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
@@ -189,7 +235,15 @@ def spread_reference(x_TD: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
     return rows_ND
 
 
-def combine_reference(rows_ND: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
+def combine_reference(rows_ND: Tensor, row_of_slot_N: Tensor, k: int, weights_TK: Tensor | None = None) -> Tensor:
     """Plain-torch twin of `combine`."""
     picked_ND = torch.where((row_of_slot_N >= 0)[:, None], rows_ND[row_of_slot_N.clamp(min=0).long()], 0)
-    return picked_ND.unflatten(0, (-1, k)).sum(1, dtype=torch.float32).to(rows_ND.dtype)
+    picked_TKD = picked_ND.unflatten(0, (-1, k)).float()
+    if weights_TK is not None:
+        picked_TKD = torch.where((row_of_slot_N >= 0).view(-1, k, 1), picked_TKD * weights_TK[:, :, None], 0)
+    return picked_TKD.sum(1).to(rows_ND.dtype)
+
+
+def to_slots_reference(values_N: Tensor, row_of_slot_N: Tensor) -> Tensor:
+    """Plain-torch twin of `to_slots`."""
+    return torch.where(row_of_slot_N >= 0, values_N[row_of_slot_N.clamp(min=0).long()], 0)

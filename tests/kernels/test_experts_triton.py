@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from bmoe.errors import RequestError  # noqa: E402
-from bmoe.kernels import rows  # noqa: E402
+from bmoe.kernels import fused_gemm, rows  # noqa: E402
 from bmoe.model.experts import build_experts  # noqa: E402
+from bmoe.model.experts.triton import fused_path  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -38,11 +39,23 @@ def errors(actual, expected):
     }
 
 
+@pytest.fixture(params=["torch", "fused"])
+def path(request, monkeypatch):
+    """Both paths of the experts; on a CPU the fused GEMMs are replaced by their plain-torch twins."""
+    if request.param == "fused":
+        monkeypatch.setattr(fused_gemm, "why_not", lambda *_: None)
+        fused_path.cache_clear()
+        for name in ("up", "down", "ddown", "wdown", "wup", "dup"):
+            monkeypatch.setattr(fused_gemm, name, getattr(fused_gemm.Reference, name))
+    yield request.param
+    fused_path.cache_clear()
+
+
 @pytest.mark.parametrize("pattern", ["all", "tail", "one", "none"])
 @pytest.mark.parametrize(
     ("tokens", "experts", "k", "width"), [(1, 2, 1, 32), (29, 4, 2, 32), (17, 16, 8, 20), (9, 3, 2, 5)]
 )
-def test_equals_the_loop(pattern, tokens, experts, k, width):
+def test_equals_the_loop(path, pattern, tokens, experts, k, width):
     loop, module, x_TD, weights_TK, dy_TD = pair(tokens, experts, k, width)
     ids_TK = torch.randint(experts + (pattern == "tail"), (tokens, k), device=DEVICE)
     if pattern in ("one", "none"):
@@ -52,7 +65,7 @@ def test_equals_the_loop(pattern, tokens, experts, k, width):
     assert all(value < 1e-5 for value in errors(actual, expected).values())
 
 
-def test_a_wrong_kernel_fails(monkeypatch):
+def test_a_wrong_kernel_fails(monkeypatch, path):
     loop, module, x_TD, weights_TK, dy_TD = pair(29, 4, 2)
     ids_TK = torch.randint(4, (29, 2), device=DEVICE)
     expected = run(loop, x_TD.double(), ids_TK, weights_TK.double(), dy_TD.double())
@@ -84,7 +97,7 @@ def test_compiles_once_into_one_graph():
 
 def test_operators_keep_their_contracts():
     _, module, x_TD, weights_TK, _ = pair(6, 3, 2)
-    arguments = (x_TD, torch.randint(3, (6, 2), device=DEVICE), weights_TK, module.gate_up, module.down)
+    arguments = (x_TD, torch.randint(3, (6, 2), device=DEVICE), weights_TK, module.gate_up, module.down, "auto")
     from bmoe.model.experts.triton import experts_forward
 
     torch.library.opcheck(experts_forward, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -94,3 +107,14 @@ def test_biases_and_gelu_are_refused():
     for options in ({"bias": True}, {"ffn": "gelu"}):
         with pytest.raises(RequestError, match="swiglu without biases"):
             build_experts("triton", 2, 8, 8, **options)
+
+
+def test_the_fused_gemms_are_refused_with_their_missing_condition():
+    with pytest.raises(RequestError, match="cannot run here: they need a GPU"):
+        fused_path("fused", torch.device("cpu"), torch.bfloat16, 8, 8)
+
+
+def test_interleaving_is_a_round_trip():
+    halves = torch.arange(12).view(2, 6)
+    assert fused_gemm.interleave(halves)[0].tolist() == [0, 3, 1, 4, 2, 5]
+    assert torch.equal(fused_gemm.deinterleave(fused_gemm.interleave(halves)), halves)

@@ -22,17 +22,20 @@ def ids_of(pattern: str, tokens: int, experts: int, k: int) -> torch.Tensor:
 
 
 def assert_same_order(actual: rows.Order, expected: rows.Order) -> None:
-    assert torch.equal(actual.offsets_E, expected.offsets_E)
-    assert torch.equal(actual.row_of_slot_N, expected.row_of_slot_N)
-    used = int(expected.offsets_E[-1])
-    assert torch.equal(actual.slot_of_row_N[:used], expected.slot_of_row_N[:used])
+    for name, value in expected._asdict().items():
+        assert torch.equal(getattr(actual, name), value), name
+
+
+def sort_both(ids_TK: torch.Tensor, experts: int) -> tuple[rows.Order, rows.Order]:
+    weights_TK = torch.rand(ids_TK.shape, device=DEVICE)
+    return rows.sort_slots(ids_TK, weights_TK, experts), rows.sort_slots_reference(ids_TK, weights_TK, experts)
 
 
 @pytest.mark.parametrize("pattern", ["all", "tail", "one", "none"])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (37, 3, 2), (257, 8, 2), (130, 64, 8), (1030, 5, 2)])
 def test_sort_is_the_stable_sort(pattern, tokens, experts, k):
     ids_TK = ids_of(pattern, tokens, experts, k)
-    assert_same_order(rows.sort_slots(ids_TK, experts), rows.sort_slots_reference(ids_TK, experts))
+    assert_same_order(*sort_both(ids_TK, experts))
 
 
 @settings(max_examples=30, deadline=None)
@@ -41,33 +44,39 @@ def test_sort_of_any_ids(data):
     experts = data.draw(st.integers(1, 9))
     ids = data.draw(st.lists(st.integers(0, experts), min_size=1, max_size=80))
     ids_TK = torch.tensor(ids, device=DEVICE)[:, None]
-    assert_same_order(rows.sort_slots(ids_TK, experts), rows.sort_slots_reference(ids_TK, experts))
+    assert_same_order(*sort_both(ids_TK, experts))
 
 
 def test_sort_of_no_token():
-    order = rows.sort_slots(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), 4)
-    assert order.offsets_E.tolist() == [0, 0, 0, 0]
+    order, _ = sort_both(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), 4)
+    assert order.bounds_E1.tolist() == [0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("width", [1, 5, 64, 80, 160])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 2, 1), (33, 4, 3), (70, 8, 8)])
 def test_spread_and_combine_equal_their_twins(width, tokens, experts, k):
-    order = rows.sort_slots_reference(ids_of("tail", tokens, experts, k), experts)
+    _, order = sort_both(ids_of("tail", tokens, experts, k), experts)
     x_TD = torch.randn(tokens, width, device=DEVICE)
-    used = int(order.offsets_E[-1])
+    used = int(order.bounds_E1[-1])
     spread_ND = rows.spread(x_TD, order.row_of_slot_N, k)
     assert torch.equal(spread_ND[:used], rows.spread_reference(x_TD, order.row_of_slot_N, k)[:used])
     rows_ND = torch.randn(tokens * k, width, device=DEVICE)
     rows_ND[used:] = float("nan")  # rows of no slot must not be read
-    torch.testing.assert_close(
-        rows.combine(rows_ND, order.row_of_slot_N, k), rows.combine_reference(rows_ND, order.row_of_slot_N, k)
+    for weights_TK in (None, torch.rand(tokens, k, device=DEVICE)):
+        torch.testing.assert_close(
+            rows.combine(rows_ND, order.row_of_slot_N, k, weights_TK),
+            rows.combine_reference(rows_ND, order.row_of_slot_N, k, weights_TK),
+        )
+    values_N = rows_ND[:, 0].contiguous()
+    assert torch.equal(
+        rows.to_slots(values_N, order.row_of_slot_N), rows.to_slots_reference(values_N, order.row_of_slot_N)
     )
 
 
 def test_combine_is_the_transpose_of_spread():
-    order = rows.sort_slots_reference(ids_of("tail", 41, 5, 2), 5)
+    _, order = sort_both(ids_of("tail", 41, 5, 2), 5)
     x_TD, r_ND = torch.randn(41, 16, device=DEVICE), torch.randn(82, 16, device=DEVICE)
-    used = int(order.offsets_E[-1])
+    used = int(order.bounds_E1[-1])
     left = (rows.spread(x_TD, order.row_of_slot_N, 2)[:used] * r_ND[:used]).sum()
     torch.testing.assert_close(left, (x_TD * rows.combine(r_ND, order.row_of_slot_N, 2)).sum())
 

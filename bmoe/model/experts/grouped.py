@@ -11,6 +11,7 @@ values and in gradients, so each result is masked before anything reads it.
 import torch
 from torch import Tensor
 
+from bmoe.kernels.grouped_gemm import grouped_linear
 from bmoe.model.experts.weights import Experts
 
 
@@ -62,22 +63,6 @@ def _sum_slots(rows_ND: Tensor, inverse_N: Tensor, k: int) -> Tensor:
     wide = torch.promote_types(rows_ND.dtype, torch.float32)
     rows_TKD = rows_ND[inverse_N].unflatten(0, (-1, k))
     return rows_TKD.sum(1, dtype=wide).to(rows_ND.dtype)
-
-
-def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Row n of expert e times weight_EOI[e]^T: [N, O]; rows behind offsets_E[-1] are undefined.
-
-    torch's kernel takes bf16 and row strides of whole 16 bytes; anything else (fp32 on a CPU) is multiplied expert by
-    expert, which reads the offsets on the host.
-    """
-    aligned = all(size * x_NI.element_size() % 16 == 0 for size in weight_EOI.shape[1:])
-    if aligned and x_NI.dtype == torch.bfloat16 and x_NI.shape[0] > 0:
-        return torch._grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=offsets_E)
-    ends = offsets_E.tolist()
-    sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    *rows, rest_RI = x_NI.split([*sizes, x_NI.shape[0] - ends[-1]])
-    products = [row_nI @ weight_OI.T for row_nI, weight_OI in zip(rows, weight_EOI.unbind(), strict=True)]
-    return torch.cat([*products, rest_RI.new_zeros(rest_RI.shape[0], weight_EOI.shape[1])])
 
 
 class GroupedExperts(Experts):
