@@ -197,17 +197,16 @@ class Builder:
         rows = None if not reasons.any() else np.flatnonzero(reasons == 0)
         headers = _headers(block)
         self._identifiers(headers, block, summary)
-        start, end, line = cleaned.bounds[:-1], cleaned.bounds[1:], block.line
+        start, end, line, parts = cleaned.bounds[:-1], cleaned.bounds[1:], block.line, cleaned.parts
         cluster_of = None
         if self.clusters is not None:
             cluster_of = self.clusters.of(headers, summary.identifier_hash, summary.letters)
         summary.record = np.arange(line.size)
         if rows is not None:
             start, end, line, summary.record = start[rows], end[rows], line[rows], rows
-            headers = [headers[r] for r in rows.tolist()]
+            headers, parts = [headers[r] for r in rows.tolist()], [parts[r] for r in rows.tolist()]
             cluster_of = None if cluster_of is None else cluster_of[rows]
-        data = cleaned.ids.tobytes()
-        summary.hash = hashes([data[a:b] for a, b in zip(start.tolist(), end.tolist(), strict=True)])
+        summary.hash = hashes(parts)
         summary.cluster = cluster_of
         keys = summary.hash if cluster_of is None else cluster_of.view(np.uint64)
         summary.split = self._split(keys)

@@ -16,12 +16,13 @@ TRAILING = bytes([BLANK, GAP, STOP])
 class Clean(NamedTuple):
     """R sequences, one after the other.
 
-    ids: token ids (or base ids), uint8. bounds: int64 [R+1]. lower: bool like ids, or None if nothing is lower case.
+    ids: token ids (or base ids), uint8. parts: the same, each sequence alone. bounds: int64 [R+1]. lower: bool like ids, or None if nothing is lower case.
     invalid, stops: letters outside the alphabet and internal `*` per record, int64 [R], or None if there are none.
     counts: {what: number of letters}. records: {what: numbers of the records that have any}, for the log.
     """
 
     ids: np.ndarray
+    parts: list[bytes]
     bounds: np.ndarray
     lower: np.ndarray | None
     invalid: np.ndarray | None
@@ -37,12 +38,13 @@ def clean(block: Block, unknown: int, remove_gaps: bool) -> Clean:
     the caller can drop or refuse the record. Gaps (`-`, `.`) are removed, or count as invalid letters.
     """
     codes = block.codes
-    joined = b"".join([codes[a:b] for a, b in zip(block.start.tolist(), block.end.tolist(), strict=True)])
+    parts = [codes[a:b] for a, b in zip(block.start.tolist(), block.end.tolist(), strict=True)]
+    joined = b"".join(parts)
     bounds = np.zeros(block.start.size + 1, np.int64)
     np.cumsum(block.end - block.start, out=bounds[1:])
     ids = np.frombuffer(joined, np.uint8)
     if ids.size == 0 or ids.max() < LOWER:
-        return Clean(ids, bounds, None, None, None, {}, {})
+        return Clean(ids, parts, bounds, None, None, None, {}, {})
     ids = ids.copy()
     lower = invalid = stops = None
     counts: dict[str, int] = {}
@@ -58,7 +60,13 @@ def clean(block: Block, unknown: int, remove_gaps: bool) -> Clean:
         counts["lower_case"] = number
         records["lower_case"] = np.unique(np.searchsorted(bounds, np.flatnonzero(lower), side="right") - 1)
         ids &= LOWER - 1
-    return Clean(ids, bounds, lower if number else None, invalid, stops, counts, records)
+    return Clean(ids, split(ids, bounds), bounds, lower if number else None, invalid, stops, counts, records)
+
+
+def split(ids: np.ndarray, bounds: np.ndarray) -> list[bytes]:
+    """ids[bounds[i]:bounds[i+1]] for every i."""
+    data, places = ids.tobytes(), bounds.tolist()
+    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
 
 
 def _odd(joined, ids, odd, bounds, unknown, remove_gaps, counts, affected):

@@ -7,7 +7,8 @@ ids before any byte-pair encoding, so that a split is the same on every machine,
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-PARTITIONS, WIDE = 16, 8  # a bucket of 8 hashes is a cache line
+PARTITIONS, WIDE = 8, 8  # a bucket of 8 hashes is a cache line
+FIRST = 1 << 17  # buckets of the first table
 MAX_LOAD, GROWTH = 0.75, 1.35
 STEP = np.uint64(0xD1342543DE82EF95)  # odd, so that a key's way through the buckets is another for each key
 REBUILD = 4096  # buckets moved at a time when a table grows
@@ -22,6 +23,8 @@ def hashes(items: list[bytes]) -> np.ndarray:
 
 def split_of(hash_n: np.ndarray, valid: float, test: float, seed: int) -> np.ndarray:
     """Split of every hash, uint8: 0 train, 1 valid, 2 test, uniformly by share. Another seed is another split."""
+    if valid + test == 0:
+        return np.zeros(hash_n.size, np.uint8)
     x = hash_n + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)  # splitmix64 (Steele et al., OOPSLA 2014)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -30,19 +33,19 @@ def split_of(hash_n: np.ndarray, valid: float, test: float, seed: int) -> np.nda
 
 
 class HashSet:
-    """A set of 64-bit hashes in at most 16 bytes each.
+    """A set of 64-bit hashes in at most 16 bytes each, and 8 MiB to start with.
 
-    PARTITIONS tables of buckets of WIDE hashes, which grow one at a time by GROWTH when they are MAX_LOAD full, so that
-    the load stays between 0.55 and 0.75 (11 to 14.4 bytes a hash) and growing needs room for one table only. Among n different
-    sequences the chance of one false duplicate is n^2 / 2^65: 1e-4 for 60 million.
+    One table of buckets of WIDE hashes; once it is MAX_LOAD full, PARTITIONS tables, which grow one at a time by GROWTH, so
+    that the load stays between 0.55 and 0.75 (11 to 14.4 bytes a hash) and growing needs room for one table only. Among n
+    different sequences the chance of one false duplicate is n^2 / 2^65: 1e-4 for 60 million.
     """
 
     def __init__(self):
-        self._tables = [np.zeros((64, WIDE), np.uint64) for _ in range(PARTITIONS)]
-        self._used = np.zeros(PARTITIONS, np.int64)
+        self._tables = [np.zeros((FIRST, WIDE), np.uint64)]
+        self._used = [0]
 
     def __len__(self) -> int:
-        return int(self._used.sum())
+        return sum(self._used)
 
     @property
     def nbytes(self) -> int:
@@ -57,13 +60,24 @@ class HashSet:
         ordered = hash_n[order]
         first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
         ordered, order = ordered[first], np.minimum.reduceat(order, first)
-        tops = np.arange(1, PARTITIONS, dtype=np.uint64) * np.uint64(2**64 // PARTITIONS)
-        bounds = [0, *np.searchsorted(ordered, tops).tolist(), ordered.size]
-        for part in range(PARTITIONS):
+        if len(self) + ordered.size > MAX_LOAD * FIRST * WIDE and len(self._tables) == 1:
+            self._divide()
+        bounds = _bounds(ordered, len(self._tables))
+        for part in range(len(self._tables)):
             begin, end = bounds[part], bounds[part + 1]
             if begin < end:
                 new[order[begin:end]] = self._add(part, ordered[begin:end])
         return new
+
+    def _divide(self) -> None:
+        """From one table to PARTITIONS."""
+        keys = np.sort(self._tables[0][self._tables[0] != 0])
+        buckets = 2 * FIRST // PARTITIONS
+        self._tables = [np.zeros((buckets, WIDE), np.uint64) for _ in range(PARTITIONS)]
+        bounds = _bounds(keys, PARTITIONS)
+        self._used = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        for table, begin, end in zip(self._tables, bounds, bounds[1:], strict=False):
+            _insert(table, keys[begin:end])
 
     def _add(self, part: int, keys: np.ndarray) -> np.ndarray:
         table = self._tables[part]
@@ -74,8 +88,14 @@ class HashSet:
                 buckets = int(buckets * GROWTH)
             self._tables[part] = table = _rebuilt(table, buckets)
         added = _insert(table, keys)
-        self._used[part] += np.count_nonzero(added)
+        self._used[part] += int(np.count_nonzero(added))
         return added
+
+
+def _bounds(ordered: np.ndarray, partitions: int) -> list[int]:
+    """Where each partition begins in ordered hashes, and the end. A partition has the hashes with equal top bits."""
+    tops = np.arange(1, partitions, dtype=np.uint64) * np.uint64(2**64 // partitions)
+    return [0, *np.searchsorted(ordered, tops).tolist(), ordered.size]
 
 
 def _bucket(keys: np.ndarray, buckets: int) -> np.ndarray:

@@ -23,6 +23,7 @@ SHARD_TOKENS = 1 << 30  # a shard takes no further sequence once it has so many 
 PARTIAL = ".partial"  # ending of a file that is not whole yet
 LENGTHS = 1 << 16  # longer sequences share the last bin of the histogram of lengths
 LOG = "prepare.log"
+IOV = 1000  # buffers of one call; systems allow 1024
 SCRATCH = ".prepare"  # folder of what only the preparation needs
 IDENTIFIER = np.dtype([("hash", "<u8"), ("source", "<u4"), ("line", "<u8")])
 
@@ -305,21 +306,31 @@ class Bulk:
     def write(self, batch: Batch, plan: Plan) -> None:
         """Store what the plan keeps. OSError where the disk does not take it."""
         for write in plan.writes:
-            tokens = _joined(batch.tokens, batch.start, batch.end, write.rows)
+            tokens = runs(batch.tokens, batch.start[write.rows], batch.end[write.rows])
             self._put(f"{write.shard}.tokens{PARTIAL}", tokens, write.tokens_at * batch.tokens.itemsize)
             if batch.summary.header_length is not None:
-                headers = b"".join([batch.headers[r] for r in write.rows.tolist()])
-                self._put(f"{write.shard}.headers{PARTIAL}", headers, write.headers_at)
+                headers = batch.headers
+                if write.rows.size < len(headers):
+                    headers = [headers[r] for r in write.rows.tolist()]
+                self._put(f"{write.shard}.headers{PARTIAL}", [b"".join(headers)], write.headers_at)
 
-    def _put(self, name: str, data: bytes, offset: int) -> None:
+    def _put(self, name: str, parts: list, offset: int) -> None:
+        """Write parts one after the other, without joining them first."""
         if name not in self._open:
             if len(self._open) > 32:
                 self.close()
             self._open[name] = os.open(self._out / name, os.O_CREAT | os.O_WRONLY, 0o666)
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(self._open[name], view, offset)
-            view, offset = view[written:], offset + written
+        file = self._open[name]
+        for first in range(0, len(parts), IOV):
+            some = parts[first : first + IOV]
+            wanted = sum(map(len, some))
+            written = os.pwritev(file, some, offset)
+            if written < wanted:  # a full disk takes a part, and says so the next time
+                rest = memoryview(b"".join(some))[written:]
+                while rest:
+                    written = os.pwrite(file, rest, offset + wanted - len(rest))
+                    rest = rest[written:]
+            offset += wanted
 
     def close(self) -> None:
         """Close the files."""
@@ -328,13 +339,11 @@ class Bulk:
         self._open = {}
 
 
-def _joined(tokens: np.ndarray, start: np.ndarray, end: np.ndarray, rows: np.ndarray) -> bytes:
-    """Bytes of the sequences `rows`, neighbours taken together."""
-    if not rows.size:
-        return b""
-    begin, stop = start[rows], end[rows]
-    breaks = np.flatnonzero(begin[1:] != stop[:-1]) + 1
-    first, last = np.append(0, breaks), np.append(breaks, rows.size) - 1
-    data = memoryview(tokens).cast("B")
-    size = tokens.itemsize
-    return b"".join([data[a * size : b * size] for a, b in zip(begin[first].tolist(), stop[last].tolist(), strict=True)])
+def runs(tokens: np.ndarray, begin: np.ndarray, end: np.ndarray) -> list[memoryview]:
+    """Bytes of tokens[begin:end] of every sequence, neighbours taken together."""
+    if not begin.size:
+        return []
+    breaks = np.flatnonzero(begin[1:] != end[:-1]) + 1
+    first, last = np.append(0, breaks), np.append(breaks, begin.size) - 1
+    data, size = memoryview(tokens).cast("B"), tokens.itemsize
+    return [data[a * size : b * size] for a, b in zip(begin[first].tolist(), end[last].tolist(), strict=True)]

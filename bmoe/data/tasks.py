@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bmoe.data import inputs
-from bmoe.data.blocks import Piece, cut
+from bmoe.data.blocks import Piece, cut, first_record
 from bmoe.data.formats import as_fasta
 from bmoe.data.inputs import Source
 from bmoe.data.options import PrepareOptions
@@ -13,6 +13,8 @@ from bmoe.errors import RequestError
 
 UNIT = 4 << 20  # bytes of a range
 CHUNK = 1 << 20
+HASHED = 8 << 20  # bytes hashed at a time: many, so that the thread seldom needs the interpreter
+MARGIN = 16 << 10  # bytes in which the next record is looked for first
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Plan:
         found, at = hashlib.sha256(), begin
         with open(name, "rb", buffering=0) as file:
             file.seek(begin)
-            while at < end and not stopped() and (chunk := file.read(min(CHUNK, end - at))):
+            while at < end and not stopped() and (chunk := file.read(min(HASHED, end - at))):
                 found.update(chunk)
                 at += len(chunk)
         return {"bytes": size, "sha256": found.hexdigest()} | ({} if whole else {"range": [begin, end]})
@@ -115,12 +117,18 @@ def pieces(task: Task, reader) -> Iterator[Piece]:
     """The pieces of a task, read from its source's reader where it is a range."""
     if task.piece is not None:
         return iter((task.piece,))
+    if task.begin:
+        near = first_record(reader.read(task.begin - 1, MARGIN), 0)
+        after = first_record(reader.read(task.end - 1, MARGIN), 0)
+        if near >= 0 and after >= 0:  # nearly always: then exactly these records are read
+            begin, end = task.begin - 1 + near, task.end - 1 + after
+            return iter((Piece(reader.read(begin, end - begin), end),)) if begin < task.end else iter(())
     return cut(_read(reader, max(task.begin - 1, 0), task.end), task.begin, task.end, target=2 * UNIT)
 
 
 def _read(reader, begin: int, end: int) -> Iterator[bytes]:
     """Bytes from `begin` on: the range with a little more at once, then on to the end of the file."""
-    count = end - begin + (16 << 10)
+    count = end - begin + MARGIN
     while data := reader.read(begin, count):
         yield data
         begin += len(data)

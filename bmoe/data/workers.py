@@ -10,6 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from bmoe.data import inputs
 from bmoe.data.alphabet import alphabet, dna, is_bpe
 from bmoe.data.batch import Batch, Builder, Note, Refused, Summary, duplicate_notes
+from bmoe.data.blocks import Piece
 from bmoe.data.clusters import Clusters
 from bmoe.data.ledger import Bulk, Plan
 from bmoe.data.options import PrepareOptions
@@ -61,38 +63,92 @@ class _Readers:
             self._reader.close()
 
 
+def ahead(items: Iterator, depth: int) -> Iterator:
+    """The same items, made by a thread that is up to `depth` of them ahead; its error is raised in its place."""
+    made: queue.Queue = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def put(item) -> None:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                made.put(item, timeout=1.0)
+                return
+
+    def work() -> None:
+        try:
+            for item in items:
+                put((item, None))
+                if stopped.is_set():
+                    return
+            put(None)
+        except BaseException as error:  # whatever it is, it belongs to the reader of the items
+            put((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while (entry := made.get()) is not None:
+            item, error = entry
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stopped.set()
+        with contextlib.suppress(queue.Empty):
+            made.get_nowait()
+        thread.join()
+
+
 class Serial:
-    """Everything in this process."""
+    """Everything in this process; a thread reads ahead and another writes behind, which needs no interpreter."""
 
     def __init__(self, setting: Setting):
         self._builder, self._bulk, self._readers = setting.builder(), Bulk(setting.out), _Readers(setting.sources)
         self._batch: Batch | None = None
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future | None = None
         self._notes: deque[list[Note]] = deque()
+
+    def _pieces(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, Piece | None]]:
+        for task in tasks:
+            for piece in self._readers.pieces(task):
+                yield task, piece
+            yield task, None
 
     def events(self, tasks: Iterator[Task]) -> Iterator[Event]:
         """Summaries in order; call `apply` with the plan of each before the next."""
-        for task in tasks:
-            for piece in self._readers.pieces(task):
+        with contextlib.closing(ahead(self._pieces(tasks), 2)) as pieces_ahead:
+            for task, piece in pieces_ahead:
+                if piece is None:
+                    yield task, None
+                    continue
                 try:
                     self._batch = self._builder.build(piece)
                 except Refused as refused:
                     yield task, refused
                     return
                 yield task, self._batch.summary
-            yield task, None
 
     def apply(self, plan: Plan) -> None:
         """Write the batch of the last summary."""
-        self._bulk.write(self._batch, plan)
+        self._wait()
+        self._writing = self._writer.submit(self._bulk.write, self._batch, plan)
         self._notes.append(duplicate_notes(self._batch, plan.duplicates))
 
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
     def written(self, wait: bool = False) -> list[list[Note]]:
-        """Notes about the duplicates of every batch written since the last call, in order; `wait`: until all are."""
+        """Notes about the duplicates of every batch handed over since the last call, in order; `wait`: until all are written."""
+        if wait:
+            self._wait()
         notes, self._notes = list(self._notes), deque()
         return notes
 
     def close(self) -> None:
         """Release files."""
+        self._writer.shutdown()
         self._bulk.close()
         self._readers.close()
 
@@ -116,7 +172,7 @@ class Pool:
         self._owner = 0  # worker of the summary given last
         self._notes: dict[int, list[Note]] = {}  # by number of the batch, until all before it are written
         self._decided = self._logged = 0
-        self._events: dict[int, deque] = {}  # by number of the task
+        self._said: dict[int, deque] = {}  # by number of the task
 
     def _listen(self, worker: int, pipe: Connection) -> None:
         """Take in everything a worker says at once, so that it never waits for us to listen."""
@@ -128,10 +184,13 @@ class Pool:
 
     def events(self, tasks: Iterator[Task]) -> Iterator[Event]:
         """Summaries in order; call `apply` with the plan of each before the next."""
+        with contextlib.closing(ahead(tasks, 2)) as tasks_ahead:
+            yield from self._events_of(tasks_ahead)
+
+    def _events_of(self, tasks: Iterator[Task]) -> Iterator[Event]:
         waiting: deque[tuple[int, Task, int]] = deque()  # handed out, not done: (number, task, worker)
         load = [0] * len(self._pipes)
         number = 0
-        tasks = iter(tasks)
         more = True
         while more or waiting:
             while more and min(load) < QUEUED:
@@ -140,7 +199,7 @@ class Pool:
                     more = False
                     break
                 worker = load.index(min(load))
-                self._events[number] = deque()
+                self._said[number] = deque()
                 self._pipes[worker].send((number, task))
                 waiting.append((number, task, worker))
                 load[worker] += 1
@@ -148,7 +207,7 @@ class Pool:
             if not waiting:
                 break
             current, task, self._owner = waiting[0]
-            events = self._events[current]
+            events = self._said[current]
             while not events:
                 self._take(self._inbox.get())
             event = events.popleft()
@@ -159,7 +218,7 @@ class Pool:
                 return
             if event is None:
                 waiting.popleft()
-                del self._events[current]
+                del self._said[current]
                 load[self._owner] -= 1
 
     def _take(self, message) -> None:
@@ -169,7 +228,7 @@ class Pool:
             raise RunError(f"a worker process ended unexpectedly (exit code {code}): go on with --resume, perhaps with fewer --workers")
         kind, number, content = said
         if kind == "event":
-            self._events[number].append(content)
+            self._said[number].append(content)
         elif kind == "written":
             self._notes[number] = content
         else:
