@@ -94,7 +94,7 @@ class HashSet:
 
 def _bounds(ordered: np.ndarray, partitions: int) -> list[int]:
     """Where each partition begins in ordered hashes, and the end. A partition has the hashes with equal top bits."""
-    tops = np.arange(1, partitions, dtype=np.uint64) * np.uint64(2**64 // partitions)
+    tops = np.array([k * 2**64 // partitions for k in range(1, partitions)], np.uint64)
     return [0, *np.searchsorted(ordered, tops).tolist(), ordered.size]
 
 
