@@ -72,7 +72,7 @@ class HashSet:
     def _divide(self) -> None:
         """From one table to PARTITIONS."""
         keys = np.sort(self._tables[0][self._tables[0] != 0])
-        buckets = 2 * FIRST // PARTITIONS
+        buckets = int(GROWTH * FIRST / PARTITIONS) + 1
         self._tables = [np.zeros((buckets, WIDE), np.uint64) for _ in range(PARTITIONS)]
         bounds = _bounds(keys, PARTITIONS)
         self._used = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
