@@ -89,7 +89,7 @@ def world_from_environment(device: str) -> World:
         visible = torch.cuda.device_count()
         index = 0 if visible == 1 else found.local_rank  # Slurm may show each task its own GPU only
         if index >= visible:
-            raise RequestError(f"rank {found.rank} is number {found.local_rank} on its machine, which shows {visible} GPUs; start fewer ranks")
+            raise RequestError(f"rank {found.rank} wants GPU {index} of its machine, which shows {visible}; start fewer ranks there")
         here = torch.device("cuda", index)
         torch.cuda.set_device(here)
     if "MASTER_ADDR" not in os.environ:

@@ -3,18 +3,22 @@
     RUN/checkpoints/step-0000001000/   tensors under canonical names, and meta.json
     RUN/checkpoints/latest             name of the newest folder, written after it is whole
 
-A checkpoint is written as `step-….partial` and renamed when all is on disk. So a folder without that ending is whole, whatever
-killed the run, and `latest` never names half a checkpoint. Tensors are staged on the CPU first; with `async` the files are
-then written by a thread while training goes on.
+A checkpoint is written as `step-….partial`, each rank its own parts, checked, and renamed when all is on disk. So a folder
+without that ending is whole, whatever killed the run, and `latest` never names half a checkpoint. Tensors are copied to the
+host first, one after the other; with `async` the files are then written by a thread while training goes on.
+
+The newest `keep` checkpoints stay, and the one with the lowest valid_loss.
 
 Names: model.NAME (fp32 masters, buffers), optimizer.m.NAME, optimizer.v.NAME. Experts are [experts, out, in] whatever the
-implementation and layout.
+implementation and layout, so any layout loads what any other has saved.
 """
 
 import json
+import math
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -24,9 +28,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from bmoe.errors import RequestError, RunError
+from bmoe.parallel.launch import on_first
+from bmoe.parallel.world import World
+from bmoe.training.optimizer import local
 
 PARTIAL = ".partial"
 META = "meta.json"
+WRITERS = 4  # threads and files a rank: one thread does not fill a local NVMe disk
 
 
 def folder_name(step: int) -> str:
@@ -56,12 +64,25 @@ def find(path: Path) -> Path:
 
 
 def newest_whole(directory: Path) -> Path | None:
-    """The checkpoint that `latest` names, or the newest whole folder if `latest` is missing or names none."""
-    whole = sorted(p for p in directory.glob("step-*") if not p.name.endswith(PARTIAL) and (p / META).is_file())
-    latest = directory / "latest"
-    if latest.is_file() and (directory / latest.read_text().strip()) in whole[-1:]:
-        return directory / latest.read_text().strip()
+    """The newest whole checkpoint, or None. `latest` can only be missing or older, if the run was killed between two renames."""
+    whole = _whole(directory)
     return whole[-1] if whole else None
+
+
+def best_whole(directory: Path) -> Path | None:
+    """The checkpoint with the lowest valid_loss, or None if none was validated."""
+    losses = {path: read_meta(path).get("valid_loss") for path in _whole(directory)}
+    known = {path: loss for path, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return min(known, key=known.__getitem__) if known else None
+
+
+def _whole(directory: Path) -> list[Path]:
+    return sorted(p for p in directory.glob("step-*") if not p.name.endswith(PARTIAL) and (p / META).is_file())
+
+
+def resume_point(run: Path, world: World) -> Path | None:
+    """The newest whole checkpoint of a run, the same on every rank; None if there is none. Collective."""
+    return on_first(world, lambda: newest_whole(run / "checkpoints"))
 
 
 def load(checkpoint: Path, state: dict[str, Tensor]) -> None:
@@ -84,7 +105,7 @@ def load(checkpoint: Path, state: dict[str, Tensor]) -> None:
     try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (OSError, EOFError, RuntimeError, dcp.api.CheckpointException) as error:
-        raise RequestError(f"{checkpoint} is damaged ({str(error).splitlines()[0]}); use another checkpoint of the run") from None
+        raise RequestError(f"{checkpoint} is damaged ({_cause(error)}); use another checkpoint of the run") from None
 
 
 class Checkpoints:
@@ -98,14 +119,21 @@ class Checkpoints:
         self.directory, self.keep, self.background, self.rank = run / "checkpoints", keep, background, rank
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.host: dict[str, Tensor] = {}
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None  # of the thread alone
 
-    def save(self, step: int, state: dict[str, Tensor], meta: dict) -> None:
-        """Save `state` as the checkpoint of `step`; returns when it is staged (background) or on disk."""
+    def save(self, step: int, tensors: Iterable[tuple[str, Tensor]], meta: dict) -> None:
+        """Save named tensors as the checkpoint of `step`; returns when they are copied (background) or on disk.
+
+        meta: goes into meta.json; `valid_loss`, if it is there, decides which checkpoint is best. Collective. Raises RunError
+        if this or the previous checkpoint could not be written.
+        """
         self.wait()
-        staged = {name: _to_cpu(tensor) for name, tensor in state.items()}
+        staged = {name: self._stage(name, tensor) for name, tensor in tensors}
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
         if self.background:
-            self.thread = threading.Thread(target=self._guarded, args=(step, staged, meta), name="bmoe-checkpoint")
+            self.thread = threading.Thread(target=self._guarded, args=(step, staged, meta), name="bmoe-checkpoint", daemon=True)
             self.thread.start()
         else:
             self._guarded(step, staged, meta)
@@ -120,7 +148,20 @@ class Checkpoints:
             error, self.error = self.error, None
             good = newest_whole(self.directory)
             kept = f"the last good checkpoint is {good}" if good else "there is no earlier checkpoint"
-            raise RunError(f"cannot write a checkpoint into {self.directory} ({error}); {kept}") from error
+            raise RunError(f"cannot write a checkpoint into {self.directory} ({_cause(error)}); {kept}") from error
+
+    def _stage(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of this rank's part in host memory, which is page-locked for GPUs and used again by the next save."""
+        if name not in self.host:
+            copy = tensor.detach().to("cpu", copy=True)
+            if tensor.is_cuda:
+                part = local(copy)
+                # Where the system refuses to lock the pages, the copies are only slower.
+                torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.numel() * part.element_size(), 0)
+            self.host[name] = copy
+        else:
+            local(self.host[name]).copy_(local(tensor.detach()), non_blocking=True)
+        return self.host[name]
 
     def _guarded(self, step: int, state: dict[str, Tensor], meta: dict) -> None:
         try:
@@ -134,25 +175,42 @@ class Checkpoints:
         final = self.directory / folder_name(step)
         partial = self.directory / (folder_name(step) + PARTIAL)
         if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in self.directory.glob("*" + PARTIAL):  # by a run that was killed
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
             partial.mkdir(parents=True)
-        dcp.save(state, storage_writer=FileSystemWriter(partial, sync_files=True), process_group=self.group, no_dist=self.group is None)
+        writer = FileSystemWriter(partial, sync_files=True, thread_count=WRITERS)
+        dcp.save(state, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
         if self.rank != 0:
             return
+        _check_files(partial)
         _write_synced(partial / META, json.dumps(meta, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _sync_directory(self.directory)
-        _write_synced(self.directory / "latest.partial", final.name + "\n")
-        (self.directory / "latest.partial").replace(self.directory / "latest")
+        _write_synced(self.directory / ("latest" + PARTIAL), final.name + "\n")
+        (self.directory / ("latest" + PARTIAL)).replace(self.directory / "latest")
         _sync_directory(self.directory)
-        whole = sorted(p for p in self.directory.glob("step-*") if not p.name.endswith(PARTIAL))
-        for old in whole[: -self.keep]:
+        whole = _whole(self.directory)
+        for old in set(whole[: -self.keep]) - {best_whole(self.directory)}:
+            (old / META).unlink()  # first, so that a kill in the middle leaves no folder that looks whole
             shutil.rmtree(old)
 
 
-def _to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _check_files(folder: Path) -> None:
+    """Whether all tensors that the checkpoint lists are on disk in full length. Raises OSError."""
+    listed = FileSystemReader(folder).read_metadata().storage_data.values()
+    for info in listed:
+        size = (folder / info.relative_path).stat().st_size
+        if size < info.offset + info.length:
+            raise OSError(f"{folder / info.relative_path} has {size} bytes of {info.offset + info.length}")
+
+
+def _cause(error: BaseException) -> str:
+    """One line for an error; of a failure on several ranks, the first rank's."""
+    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        rank, (inner, _) = min(error.failures.items())
+        return f"rank {rank}: {_cause(inner)}"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -19,12 +19,15 @@ from bmoe.data.loader import TrainingLoader
 from bmoe.data.packing import Batch
 from bmoe.data.shards import Shards
 from bmoe.errors import RunError
+from bmoe.parallel.watchdog import Watchdog
 from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
 from bmoe.training.checkpoint import Checkpoints, newest_whole, torch_facts
+from bmoe.training.guards import Spikes, check_replicas, save_batches
 from bmoe.training.metrics import LOAD_KEYS, MetricsLog, load_statistics, per_layer
 from bmoe.training.optimizer import AdamW, learning_rate
-from bmoe.training.state import Progress, all_tensors
+from bmoe.training.state import Progress, each_tensor
+from bmoe.training.stopping import Limits, Stopping
 
 
 class Observer(Protocol):
@@ -32,15 +35,6 @@ class Observer(Protocol):
 
     def record(self, record: dict) -> None: ...
     def note(self, text: str) -> None: ...
-
-
-@dataclass
-class Limits:
-    """When to stop before `training.steps`: after a step, after seconds, or when `signal` is set (by a handler)."""
-
-    stop_at: int | None = None
-    max_seconds: float | None = None
-    signal: int = 0
 
 
 @dataclass
@@ -78,30 +72,33 @@ class Trainer:
         self.log = MetricsLog(run / "metrics.jsonl")
         self.checkpoints = Checkpoints(run, recipe.checkpoint.keep, recipe.checkpoint.async_, world.rank)
         self.saved_step = progress.step
+        self.valid_loss: float | None = None  # of the step, if it was validated
+        self.spikes = Spikes()
 
     def run(self, limits: Limits) -> Outcome:
         """Train until `training.steps` or a limit; the state is saved whole in any case."""
-        began, steps = time.monotonic(), self.recipe.training.steps
+        steps, stopping = self.recipe.training.steps, Stopping(limits, self.world)
         loader = TrainingLoader(
             self.shards, self.recipe, self.progress.position, self.world.rank, self.world.size, pin=self.world.device.type == "cuda"
         )
         self.model.train()
         window = Window()
-        with loader:
+        with loader, Watchdog(self.world, self.run_folder) as watchdog:
             while self.progress.step < steps:
                 step = self.progress.step + 1
+                watchdog.beat(step)
                 window.start()
                 batches, position = loader.next()
                 window.waited()
                 lr = learning_rate(step, self.recipe.optimizer.lr, self.recipe.schedule, steps)
-                sums, norm, totals = self._step(batches, lr, step)
+                sums, norm, totals = self._step(batches, lr, step, stopping)
                 self.progress = Progress(step, position, self.progress.tokens)
-                last = step == steps or step == limits.stop_at or self._must_stop(limits, began)
+                last = step == steps or step == limits.stop_at or stopping.decided()
                 validating = step % self.recipe.training.validate_every == 0 or step == steps
                 saving = last or step % self.recipe.checkpoint.every == 0
                 window.add(totals)
                 if step == 1 or saving or validating or step % self.recipe.logging.every == 0:
-                    self._report(step, lr, sums, norm, totals, window, validating)
+                    self._report(step, lr, sums, norm, totals, window, validating, batches)
                     window = Window()
                 if saving:
                     self._save()
@@ -110,13 +107,7 @@ class Trainer:
         self.checkpoints.wait()
         return Outcome(self.progress.step, limits.signal, self.progress.step >= steps)
 
-    def _must_stop(self, limits: Limits, began: float) -> bool:
-        wanted = limits.signal or (limits.max_seconds is not None and time.monotonic() - began >= limits.max_seconds)
-        if self.world.size == 1:
-            return bool(wanted)
-        return bool(self.world.max(torch.tensor(int(bool(wanted)), device=self.world.device)).item())
-
-    def _step(self, batches: list[Batch], lr: float, step: int) -> tuple[StepSums, Tensor, Tensor]:
+    def _step(self, batches: list[Batch], lr: float, step: int, stopping: Stopping) -> tuple[StepSums, Tensor, Tensor]:
         """Forward and backward of this rank's batches, then one update. Returns sums, norm, and the step's global totals
         (targets, real tokens, residues, pairs) as int64 [4] on the CPU or, with several ranks, on the device."""
         device = self.world.device
@@ -125,7 +116,8 @@ class Trainer:
             sum(b.pairs for b in batches),
         ])
         if self.world.size > 1:
-            totals = self.world.sum(totals.to(device))
+            totals, votes = self.world.sum(torch.cat([totals, torch.tensor(stopping.wishes())]).to(device)).split((4, 3))
+            stopping.count(votes)
         sums: StepSums | None = None
         for number, batch in enumerate(batches):
             part = self._backward(batch.to(device), totals, jitter_key=self._jitter_key(step, number))
@@ -164,7 +156,8 @@ class Trainer:
         loss.backward()
         return StepSums(entropy.detach() / targets, out.balance_L.detach() * share, out.z_L.detach() * share, out.counts_LE)
 
-    def _report(self, step: int, lr: float, sums: StepSums, norm: Tensor, totals: Tensor, window: "Window", validating: bool) -> None:
+    def _report(self, step: int, lr: float, sums: StepSums, norm: Tensor, totals: Tensor, window: "Window", validating: bool,
+                batches: list[Batch]) -> None:
         """Log a step; the only place where the host waits for the device."""
         wide = torch.cat([x.reshape(-1).to(torch.float64) for x in (sums.loss, sums.balance_L, sums.z_L, sums.counts_LE)])
         flat = self.world.sum(wide).cpu()
@@ -188,21 +181,28 @@ class Trainer:
         }
         if in_a_row >= self.recipe.training.max_skipped_steps:
             good = newest_whole(self.run_folder / "checkpoints")
+            file = save_batches(self.run_folder, step, batches, self.world.rank)
             raise RunError(
-                f"step {step}: the gradient was not finite {in_a_row} steps in a row, so training stops; "
-                f"lower optimizer.lr or look at the data, then --resume from {good or 'the start'}"
+                f"step {step}: the gradient was not finite {in_a_row} steps in a row, so training stops; lower optimizer.lr or look "
+                f"at the data ({file} lists the last sequences), then --resume from {good or 'the start'}"
             )
+        self.valid_loss = None
         if validating:
             record |= self.validate()
+            self.valid_loss = record.get("valid_loss")
         if self.world.rank == 0:
             self.log.append(record)
             self.observer.record(record)
+            jump = self.spikes.note(step, record["loss"])
+            if jump is not None:
+                self.observer.note(jump)
 
     def _save(self) -> None:
         if self.saved_step == self.progress.step:
             return
-        meta = {**self.progress.as_meta(), **torch_facts(self.world.device), "world": self.world.size}
-        self.checkpoints.save(self.progress.step, all_tensors(self.model, self.optimizer), meta)
+        check_replicas(self.model, self.optimizer, self.progress.step, self.progress.position, self.world)
+        meta = {**self.progress.as_meta(), **torch_facts(self.world.device), "world": self.world.size, "valid_loss": self.valid_loss}
+        self.checkpoints.save(self.progress.step, each_tensor(self.model, self.optimizer), meta)
         self.saved_step = self.progress.step
 
 

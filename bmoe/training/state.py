@@ -4,13 +4,16 @@ A tensor that is sharded over ranks is handed over as a DTensor of the whole, ex
 loads what any other has saved.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from bmoe.data.sampler import Position
 from bmoe.parallel.shard import canonical
+from bmoe.training.checkpoint import load, read_meta
 from bmoe.training.optimizer import AdamW, local
 
 
@@ -30,26 +33,38 @@ class Progress:
         return Progress(meta["step"], Position(*meta["position"]), meta["tokens"])
 
 
-def model_tensors(model: nn.Module, optimizer: AdamW | None = None) -> dict[str, Tensor]:
-    """model.NAME -> master (or, without an optimizer, the parameter itself) and persistent buffers."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = canonical(model, name, optimizer.master(name) if optimizer else local(parameter.data))
-    parameters = dict(model.named_parameters())
-    for name, value in model.state_dict().items():
-        if name not in parameters:
-            tensors[f"model.{name}"] = value
-    return tensors
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """model.NAME -> parameter or persistent buffer: what is needed to use a model."""
+    names = {name for name, _ in model.named_parameters()}
+    tensors = {f"model.{name}": canonical(model, name, local(p.data)) for name, p in model.named_parameters()}
+    return tensors | {f"model.{name}": value for name, value in model.state_dict().items() if name not in names}
+
+
+def each_tensor(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
+    """The whole state of training, one tensor at a time, because the fp32 master of a bf16 weight is made when asked for.
+
+    Filling one in place fills the state, but for those masters: see `restore`.
+    """
+    for name, value in model_tensors(model).items():
+        name = name.removeprefix("model.")
+        yield f"model.{name}", canonical(model, name, optimizer.master(name)) if name in optimizer.parameters else value
+    for kind, moments in (("m", optimizer.m), ("v", optimizer.v)):
+        for name, value in moments.items():
+            yield f"optimizer.{kind}.{name}", canonical(model, name, value)
+    yield "optimizer.skipped", optimizer.skipped
 
 
 def all_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
-    """The whole state of training."""
-    tensors = model_tensors(model, optimizer)
-    for kind, moments in (("m", optimizer.m), ("v", optimizer.v)):
-        for name, value in moments.items():
-            tensors[f"optimizer.{kind}.{name}"] = canonical(model, name, value)
-    tensors["optimizer.skipped"] = optimizer.skipped
-    return tensors
+    """`each_tensor`, together."""
+    return dict(each_tensor(model, optimizer))
+
+
+def load_state(checkpoint: Path, model: nn.Module, optimizer: AdamW) -> Progress:
+    """Put the state of a checkpoint, written by any layout, into `model` and `optimizer`. Collective. Raises RequestError."""
+    meta, tensors = read_meta(checkpoint), all_tensors(model, optimizer)
+    load(checkpoint, tensors)
+    restore(model, optimizer, tensors, meta["step"])
+    return Progress.from_meta(meta)
 
 
 @torch.no_grad()

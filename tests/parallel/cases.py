@@ -16,6 +16,7 @@ from bmoe.parallel.world import World
 from bmoe.training import setup, state
 from bmoe.training.loop import Trainer
 from bmoe.training.optimizer import AdamW
+from bmoe.training.stopping import Limits, Stopping
 
 SLOTS, EXPERTS = 96, 8
 
@@ -118,7 +119,7 @@ def train(rank: int, size: int, layout=(1, 1, 1), batches: int = 4, dtype: str =
     loader = TrainingLoader(trainer.shards, recipe, Position(0, 0), rank, size)
     with loader:
         for step in range(1, steps + 1):
-            sums, norm, _ = trainer._step(loader.next().batches, 0.01, step)
+            sums, norm, _ = trainer._step(loader.next().batches, 0.01, step, Stopping(Limits(), world))
             flat = world.sum(torch.stack([sums.loss.double(), sums.balance_L.sum().double(), sums.z_L.sum().double()]))
             losses.append(flat.numpy().copy())
             norms.append(float(norm))

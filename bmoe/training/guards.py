@@ -1,0 +1,82 @@
+"""What is watched for while a run goes on: replicas that drift apart, steps that are not finite, jumps of the loss."""
+
+import json
+import math
+import statistics
+from collections import deque
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bmoe.data.packing import Batch
+from bmoe.errors import RunError
+from bmoe.parallel.world import World
+from bmoe.training.optimizer import AdamW
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPIKE_WINDOW = 50  # logged losses that a new one is compared with
+SPIKE_LEAST = 10  # of them, before anything is called a jump
+SPIKE_DEVIATIONS = 8.0  # robust standard deviations: one false alarm in 10^14 for normal noise
+SPIKE_SHARE = 1.05  # and at least this times the median
+
+
+def checksum(tensors: list[Tensor]) -> Tensor:
+    """Sum of all bit patterns as integers, int64 []: any single change of a bit changes it."""
+    sums = [t.contiguous().view(BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+
+
+def check_replicas(model: nn.Module, optimizer: AdamW, step: int, position: tuple[int, int], world: World) -> None:
+    """Compare what must be equal on several ranks, bit for bit: parameters that are whole on each, buffers, the copies of
+    sharded parameters, and the place in the data. Called before each checkpoint: one pass over the weights is nothing beside
+    writing them, and nothing that has drifted is saved. Collective. Raises RunError naming the rank.
+    """
+    if world.size == 1:
+        return
+    values = dict(model.named_parameters())
+    whole = [p.data for p in values.values() if not hasattr(p, "to_local")] + list(model.buffers())
+    parts = [optimizer.master(name) for name, p in values.items() if hasattr(p, "to_local")]
+    place = torch.tensor([step, *position], device=world.device)
+    mine = torch.cat([torch.stack([checksum(whole).to(world.device), checksum(parts).to(world.device)]), place])
+    table = mine.new_empty(world.size, mine.numel())
+    dist.all_gather_into_tensor(table, mine)
+    ranks, copy = table.tolist(), world.mesh.copy_group.size()
+    for rank, row in enumerate(ranks):
+        twin = rank % copy  # the rank of the first replica that holds the same parts
+        if row[2:] != ranks[0][2:]:
+            raise RunError(f"step {step}: rank {rank} is at another place in the data than rank 0; are all ranks reading the same shards?")
+        if row[0] != ranks[0][0] or row[1] != ranks[twin][1]:
+            other = 0 if row[0] != ranks[0][0] else twin
+            raise RunError(f"step {step}: the weights of rank {rank} have drifted from rank {other}'s, a fault of hardware or of a "
+                           "library; this step is not saved, --resume goes on from the last checkpoint")
+
+
+def save_batches(run: Path, step: int, batches: list[Batch], rank: int) -> Path:
+    """Write which sequences this rank's batches of a step held, for a look at what made it non-finite."""
+    file = run / f"nonfinite-step-{step}-rank-{rank}.json"
+    rows = [{"sequence_ids": b.sequence_ids.tolist(), "epochs": b.epochs.tolist()} for b in batches]
+    file.write_text(json.dumps({"step": step, "rank": rank, "batches": rows}) + "\n")
+    return file
+
+
+class Spikes:
+    """Notices a logged loss that jumps above the ones before it."""
+
+    def __init__(self):
+        self.losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+
+    def note(self, step: int, loss: float) -> str | None:
+        """A sentence if `loss` jumps, else None."""
+        if not math.isfinite(loss):
+            return None
+        known = list(self.losses)
+        self.losses.append(loss)
+        if len(known) < SPIKE_LEAST:
+            return None
+        middle = statistics.median(known)
+        deviation = 1.4826 * statistics.median(abs(x - middle) for x in known)  # of a normal distribution (Hampel 1974)
+        if loss <= max(middle + SPIKE_DEVIATIONS * deviation, SPIKE_SHARE * middle):
+            return None
+        return f"step {step:,}: the loss jumped to {loss:.3f}, and the {len(known)} before it were around {middle:.3f}"
