@@ -1,0 +1,109 @@
+"""Probe: no leakage, the classifier of scikit-learn, a planted signal at a known layer, and labels in real tables."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bmoe.errors import RequestError
+from bmoe.evaluation import labels, probe
+
+CPU = torch.device("cpu")
+REAL = Path("/work/shared/data/ss8_2000.tsv.gz")
+
+
+def test_repeats_duplicates_and_conflicts(tmp_path, make_proteins):
+    a, b, c, d = make_proteins(4, 60, seed=5)
+    rows = [(a, "H"), (a * 3, "H"), (b, "E"), (b, "H"), (c, "~"), (c + d, "T")]
+    path = tmp_path / "x.tsv"
+    path.write_text("sequence\tss8\n" + "".join(f"{s}\t{t * len(s)}\n" for s, t in rows))
+    found = labels.read_labelled(path)
+    assert found.sequences == [a, c, c + d]
+    assert found.counts == {"read": 6, "repeats": 1, "conflicting": 1, "sequences": 3}
+    assert found.group[1] == found.group[2] != found.group[0]
+    assert found.is_secondary_structure
+
+
+def test_period():
+    assert [labels.period(t) for t in ("abcabc", "aaaa", "abcab", "abc")] == [3, 1, 5, 3]
+
+
+def test_splits_share_no_group(make_proteins):
+    sequences = make_proteins(300, 80, seed=6)
+    found = labels.Labelled(sequences, ["H" * len(s) for s in sequences], [i // 3 for i in range(300)], {})
+    parts = labels.split(found, 6000, 50)
+    used = {name: {i // 3 for i in members} for name, members in parts.items()}
+    assert not (used["train"] & used["test"] or used["train"] & used["valid"] or used["valid"] & used["test"])
+    sizes = {name: sum(min(len(sequences[i]), 50) for i in members) for name, members in parts.items()}
+    for name, share in labels.SPLITS.items():
+        assert sizes[name] == pytest.approx(share * 6000, abs=160)
+
+
+def test_classifier_equals_scikit_learn():
+    linear = pytest.importorskip("sklearn.linear_model")
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(600, 8)).astype(np.float32) * [1, 5, 0.1, 1, 1, 1, 1, 1]
+    y = (x[:, 0] + x[:, 1] / 5 + generator.normal(size=600) > 0).astype(int) + (x[:, 2] > 0.1)
+    z = (x - x.mean(0)) / x.std(0, ddof=1)
+    theirs = linear.LogisticRegression(C=1 / (600 * probe.DECAY), tol=1e-8, max_iter=2000).fit(z, y)
+    ours = probe.fit(torch.tensor(x, dtype=torch.float32), torch.tensor(y), 3)(torch.tensor(x, dtype=torch.float32)).numpy()
+    assert (ours == theirs.predict(z)).mean() > 0.995
+
+
+@pytest.fixture
+def table(tmp_path, make_proteins):
+    """Labels that follow from the residue: H for the first half of the alphabet, E for some, coil for the rest."""
+    sequences = make_proteins(60, 90, seed=7)
+    label = ["".join("H" if x < "L" else "E" if x < "S" else "~" for x in s) for s in sequences]
+    path = tmp_path / "ss.tsv"
+    path.write_text("sequence\tss8\n" + "".join(f"{s}\t{t}\n" for s, t in zip(sequences, label, strict=True)))
+    return path
+
+
+def test_labels_of_the_residue_are_read_off_the_embedding(table, make_recipe, make_model, proteins):
+    recipe = make_recipe()
+    found = probe.evaluate(make_model(recipe), recipe, proteins.alphabet, table, CPU)
+    assert [entry["layer"] for entry in found["layers"]] == [0, 1, 2, 3]
+    assert found["layers"][0]["test_accuracy"] > 0.99 and found["classes"] == 3
+    assert found["accuracy_low"] <= found["accuracy"] <= found["accuracy_high"]
+    assert found["majority"] == pytest.approx(0.45, abs=0.05) and found["majority_class"] == "H"
+    assert found["three_state"]["layers"][0]["test_accuracy"] > 0.99
+    best = max(found["layers"], key=lambda e: e["valid_accuracy"])
+    assert best["layer"] == found["best_layer"] and best["test_accuracy"] == found["accuracy"]
+
+
+def test_labels_of_the_neighbour_need_context(table, make_recipe, make_model, proteins, tmp_path):
+    """Labels shifted by one residue cannot be read off layer 0, whatever the model."""
+    lines = table.read_text().splitlines()[1:]
+    moved = tmp_path / "moved.tsv"
+    moved.write_text("sequence\tss8\n" + "".join(f"{s}\t{t[1:]}{t[0]}\n" for s, t in (line.split("\t") for line in lines)))
+    recipe = make_recipe()
+    found = probe.evaluate(make_model(recipe), recipe, proteins.alphabet, moved, CPU)
+    assert found["layers"][0]["test_accuracy"] < found["majority"] + 0.06
+
+
+def test_tables_that_do_not_fit(tmp_path, make_recipe, make_model, proteins):
+    recipe = make_recipe()
+
+    def run(text):
+        (tmp_path / "x.tsv").write_text(text)
+        return probe.evaluate(make_model(recipe), recipe, proteins.alphabet, tmp_path / "x.tsv", CPU)
+
+    with pytest.raises(RequestError, match="row 3: 3 residues and 2 labels"):
+        run("sequence\tss8\nMKV\tHHH\nMKV\tHH\n")
+    with pytest.raises(RequestError, match="too few unrelated"):
+        run("sequence\tss8\nMKV\tHHH\n")
+    with pytest.raises(RequestError, match="one column"):
+        run("sequence\nMKV\n")
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="the secondary structures are not on this machine")
+def test_the_shared_table():
+    found = labels.read_labelled(REAL)
+    assert found.counts["read"] == 2000 and found.counts["conflicting"] >= 35
+    assert found.is_secondary_structure
+    assert len(set(found.group)) > 1000
+    parts = labels.split(found, probe.BUDGET, 1022)
+    letter = np.array(list("".join(found.labels[i][:1022] for i in parts["test"])))
+    assert (letter == "H").mean() == pytest.approx(0.327, abs=0.06)  # the majority class
