@@ -11,7 +11,8 @@
 | final_norm | esm.encoder.emb_layer_norm_after | emb_layer_norm_after |
 | head.dense, .norm, .bias | lm_head.dense, .layer_norm, .bias | the same |
 
-The contact head and learnt position embeddings have no counterpart and are left out. Stored rotary frequencies are kept.
+transformers 5 writes LayerNorm.gamma and .beta for .weight and .bias; both are read. The contact head and learnt position
+embeddings have no counterpart and are left out. Stored rotary frequencies are kept.
 """
 
 import re
@@ -59,7 +60,7 @@ def from_esm2(weights: dict[str, Tensor], heads: int | None = None) -> tuple[dic
     `heads` is needed for shapes other than the six published ones without stored frequencies. Raises RequestError for a
     missing tensor.
     """
-    weights = {re.sub(r"^encoder\.(sentence_encoder\.)?", "", name): value for name, value in weights.items()}
+    weights = {_usual(name): value for name, value in weights.items()}
     naming = HUGGING_FACE if HUGGING_FACE["embedding"] in weights else FAIR
 
     def take(name: str) -> Tensor:
@@ -95,3 +96,9 @@ def from_esm2(weights: dict[str, Tensor], heads: int | None = None) -> tuple[dic
         "token_dropout": True, "tie_head": True, "moe": None,
     }  # fmt: skip
     return out, section
+
+
+def _usual(name: str) -> str:
+    """A name without fair-esm's prefixes, and with the usual names of LayerNorm's two parameters."""
+    name = re.sub(r"^encoder\.(sentence_encoder\.)?", "", name)
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -1,0 +1,68 @@
+"""Folders of weights: safetensors, in several files when large, as the Hugging Face hub lays them out."""
+
+import json
+import pickle
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bmoe.errors import RequestError
+
+SHARD_BYTES = 4 * 10**9
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def write_weights(weights: dict[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `weights` as model.safetensors, or as numbered shards and their index if they exceed `shard_bytes`."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in weights.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor.detach().cpu().contiguous()
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
+        return
+    where = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in weights.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1) + "\n")
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a folder (safetensors, in shards or not, or pytorch_model.bin) or of one .pt or .safetensors file.
+
+    Pickles are read without running code from them. Raises RequestError if there is nothing to read.
+    """
+    if path.is_file():
+        return load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    if (path / INDEX).is_file():
+        files = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        missing = [file for file in files if not (path / file).is_file()]
+        if missing:
+            raise RequestError(f"{path} lacks {missing[0]}, which its {INDEX} names; copy the folder again")
+        return {name: tensor for file in files for name, tensor in load_file(path / file).items()}
+    if (path / SINGLE).is_file():
+        return load_file(path / SINGLE)
+    pickles = sorted(file for file in path.glob("*") if file.suffix in (".bin", ".pt") and "contact-regression" not in file.name)
+    if len(pickles) != 1:
+        raise RequestError(f"{path} holds no weights: expected {SINGLE}, {INDEX}, or one .bin or .pt file")
+    return _read_pickle(pickles[0])
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    try:
+        with torch.serialization.safe_globals([Namespace]):  # fair-esm keeps its arguments in one
+            body = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise RequestError(f"{path} cannot be read as weights alone: it is damaged, or holds objects that are none") from error
+    body = body.get("model", body)
+    return {name: value for name, value in body.items() if isinstance(value, Tensor)}
