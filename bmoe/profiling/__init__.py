@@ -1,7 +1,8 @@
 """Profiling: what a recipe costs here, and what it would cost in another precision or on another machine."""
 
 from bmoe.profiling.compare import compare
+from bmoe.profiling.estimate import estimate
 from bmoe.profiling.measure import Build, Subject
-from bmoe.profiling.profile import estimate, profile
+from bmoe.profiling.run import profile
 
 __all__ = ["Build", "Subject", "compare", "estimate", "profile"]

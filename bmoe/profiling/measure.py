@@ -5,6 +5,7 @@ The step time comes from undisturbed steps (its overhead is one clock reading a 
 with marks (`timeline`), and kernel and synchronisation counts from one step under torch's profiler.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,6 +182,7 @@ def padding_rows(counts_LE: Tensor, kind: str) -> float:
 def traced(subject: Subject, shards, device: torch.device, trace: str | Path | None) -> dict:
     """One step under torch's profiler: kernels, synchronisations, busy share of the device, longest operators; the trace."""
     activities = [torch.profiler.ProfilerActivity.CPU]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library writes start and stop to the terminal otherwise
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with _loader(subject, shards, device) as loader:

@@ -28,15 +28,17 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
     stream = T * D * b
     wide = 0 if b == 4 or recipe.backend.compile is True else 2 * T * D * 4  # eager norms keep their input in fp32
     attention = 3 * stream + T * qkv * b + T * model.heads * 4 + wide  # stream, norm, qkv rotated, output
+    if recipe.backend.attention == "sdpa":
+        attention += T * (qkv + D) / 2 * b  # rotated queries and keys beside the projection, whose values are a view of it
     second = 2 * stream  # stream, norm
     if dense:
         hidden = model.ffn_width or default_ffn_width(model.ffn, D)
         C = 2 * hidden if model.ffn == "swiglu" else hidden
-        inside, routing = T * (C + 2 * hidden) * b, 0.0
+        inside, routing = T * 2 * C * b, 0.0
     else:
         C = 2 * moe.expert_width if model.ffn == "swiglu" else moe.expert_width
         N, experts = load.real * moe.top_k, recipe.backend.experts
-        rows = N * C * b if experts == "triton" else N * (D + C + moe.expert_width) * b + N * (C + moe.expert_width) * (4 if b == 2 else 0)
+        rows = _expert_rows(recipe.precision.kind, experts, N, D, C, moe.expert_width, b)
         shared = moe.shared_experts * moe.expert_width
         inside = rows + (T * (4 * shared) * b if shared else 0)
         routing = T * D * 4 + 3 * T * moe.experts * 4 + 4 * T * moe.top_k * 8
@@ -47,17 +49,27 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
     return kept, full
 
 
+def _expert_rows(kind: str, experts: str, N: float, D: int, C: int, F: int, b: int) -> float:
+    """Bytes that one layer's routed rows keep: triton keeps h alone, te x, h and a (8 bits for inputs of low-precision
+    products), grouped and loop also the fp32 copies of the activation's inputs."""
+    if experts == "triton":
+        return N * C * b
+    if experts == "te":
+        return N * C * b + N * (D + F) * (1.03 if kind.startswith(("fp8", "mxfp8")) else b)
+    return N * (D + F) * b + N * (2 * C) * 4  # x and a; and in fp32 what the activation multiplies: h, and C more
+
+
 def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1) -> dict[str, float]:
     """GiB of one rank: weights, gradients, optimizer, activations, workspace, peak.
 
-    `recipe.backend.compile` and `.experts` should be resolved; `auto` counts as compiled and as triton in bf16.
+    `recipe.backend.compile` and `.experts` should be resolved; `auto` counts as compiled, triton in bf16, te below.
     """
     backend = recipe.backend
     update = {}
     if backend.compile == "auto":
         update["compile"] = True
     if backend.experts == "auto":
-        update["experts"] = "triton" if recipe.precision.kind == "bf16" else "grouped"
+        update["experts"] = {"bf16": "triton", "fp32": "grouped"}.get(recipe.precision.kind, "te")
     recipe = recipe.model_copy(update={"backend": backend.model_copy(update=update)})
     model, par = recipe.model, recipe.parallel
     p = parameters(model, vocabulary)

@@ -19,7 +19,7 @@ from bmoe.recipe import HighPrecisionSection, Recipe
 
 MOST_TOKENS = 2048
 FEWEST_TOKENS = 256
-SECONDS = 30.0
+SECONDS = 15.0
 PASSES = 14  # forward products that the comparison costs, all told
 
 

@@ -6,52 +6,21 @@ conditions, numerics by emulation, and a prediction for named chips.
 """
 
 import os
-from pathlib import Path
 
 import torch
 
-from bmoe.data.sampler import Position
-from bmoe.data.shards import MANIFEST, Shards
 from bmoe.errors import RequestError
 from bmoe.model import counts
 from bmoe.precision import conditions, machine
-from bmoe.profiling import ceilings, chips, measure, memory, numerics, predict
+from bmoe.profiling import ceilings, measure, memory, numerics
+from bmoe.profiling.estimate import expected_load, open_data, predictions, with_values
 from bmoe.profiling.measure import Build, Steps, Subject
-from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load, model_flops, parameters
 from bmoe.recipe import Recipe
 
 SECONDS = 40.0  # for the measured steps; building and marked steps come on top
 WARMUP = {"cuda": 4, "cpu": 1}
 FORMULA = "3 x (2 x active matrix parameters x real tokens + attention as masked) / (step_s x peak), recomputation not counted"
-
-
-def with_values(recipe: Recipe, section: str, **values) -> Recipe:
-    """The recipe with other values in one section."""
-    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
-
-
-def open_data(recipe: Recipe) -> tuple[object, str]:
-    """The recipe's training split if it is prepared, else synthetic sequences; and which, in words."""
-    folder = Path(recipe.data.path)
-    if (folder / MANIFEST).is_file():
-        return Shards(folder, "train"), f"training split of {folder}"
-    return SyntheticShards(recipe), "synthetic: random residues with the lengths of UniRef90, as data.path has no shards"
-
-
-def expected_load(recipe: Recipe, shards) -> Load:
-    """The mean packed batch of the recipe, from its first batches' lengths."""
-    from bmoe.data.loader import build_sampler
-
-    slots, real, pairs, batches = recipe.data.tokens_per_batch, 0, 0.0, 4
-    stream = build_sampler(shards, recipe, recipe.seed).batches(Position(0, 0), slots)
-    for _ in range(batches):
-        crops, _ = next(stream)
-        real += int(crops.slots.sum())
-        pairs += float((crops.slots.astype(float) ** 2).sum())
-    mean = real // batches
-    targets = int(mean * recipe.objective.mask_fraction) if recipe.objective.kind == "mlm" else mean
-    return Load(slots, mean, pairs / batches, max(1, targets))
 
 
 def _available_gib(device: torch.device) -> float:
@@ -229,25 +198,6 @@ def _parts_label(recipe: Recipe) -> str:
     return f"{one}; from marked steps, scaled to the undisturbed ones"
 
 
-def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: str | None = None) -> dict[str, dict]:
-    """Chip -> predicted step and memory, for every chip (or `only`) whose hardware has the precision."""
-    load, vocabulary, found = expected_load(recipe, shards), shards.alphabet.size, {}
-    for chip in [chips.find(only)] if only else chips.CHIPS.values():
-        needs = conditions.NEEDS.get(recipe.precision.kind)
-        if needs and not needs.lowest <= chip.capability < needs.below:
-            continue
-        result = predict.step(recipe, vocabulary, load, chip, world)
-        sizes = memory.by_category(recipe, vocabulary, load, world)
-        bf16 = predict.step(with_values(recipe, "precision", kind="bf16"), vocabulary, load, chip, world)["step_s"]
-        found[chip.name] = result | {
-            "memory": sizes,
-            "fits": memory.fits(sizes["peak"], chip),
-            "speedup_over_bf16": bf16 / result["step_s"],
-            "this_machine": chips.of_device(device_name) is chip,
-        }
-    return found
-
-
 def implementations(recipe: Recipe, device: torch.device, te_runs: bool) -> list[str]:
     """The expert implementations that can run the recipe here."""
     names = ["loop", "grouped"]
@@ -274,12 +224,15 @@ def profile(
         recipe = with_values(recipe, "backend", experts=experts)
     if experts == "all" and recipe.model.moe is None:
         raise RequestError("--experts all: this recipe has no experts (model.moe is null); leave the flag out")
+    if baseline not in (None, "hf"):
+        raise RequestError(f"--baseline {baseline}: the only baseline is hf, Hugging Face's Mixtral of the recipe's dimensions")
     here = machine.probe(device)
     kind = recipe.precision.kind
     lacking = [] if recipe.precision.emulate else conditions.unmet(kind, here, recipe.model)
     shards, source = open_data(recipe)
     compute = torch.float32 if kind == "fp32" or device.type == "cpu" else torch.bfloat16
     ceiling = ceilings.measure(device, compute)
+    tflops = ceiling["matmul_tflops"]
     results: dict = {
         "recipe": recipe.name, "device": here.device, "precision": kind, "data": source, "ceilings": ceiling,
         "step_s": None, "tokens_per_s": None, "mfu": None, "parts": {}, "memory": {}, "unmet_conditions": lacking,
@@ -299,12 +252,19 @@ def profile(
     if experts == "all":
         te_runs = not conditions.unmet("fp8_current", here, recipe.model)
         results |= compare_experts(recipe, build, shards, device, steps, ceiling, implementations(recipe, device, te_runs))
-        fastest = results["experts_compared"]
-        results["ratios"] |= {f"experts {name}": run["step_s"] / fastest[results["experts"]]["step_s"] for name, run in fastest.items()}
-    if baseline:
-        from bmoe.profiling.baseline import against
+        runs = results["experts_compared"]
+        results["ratios"] |= {f"experts {name}": run["step_s"] / runs[results["experts"]]["step_s"] for name, run in runs.items()}
+    if baseline == "hf":
+        from bmoe.profiling import baseline as hugging_face
 
-        results |= against(recipe, results, shards, device, steps)
+        few = min(steps, 5)
+        single = reduced(with_values(recipe, "training", tokens_per_step=recipe.data.tokens_per_batch), shards, device, few, tflops)
+        subject = build(single, device)
+        ours = measure.whole_steps(subject, shards, device, WARMUP[device.type], few)
+        del subject
+        other = hugging_face.against(single, ours.load.real / ours.middle, shards, device, few)
+        results["ratios"] |= other["ratios"]
+        results["baseline"] = other["baseline"] | {"ours": {"step_s": ours.middle, "tokens_per_s": ours.load.real / ours.middle}}
     return results
 
 
@@ -316,20 +276,9 @@ def compare_experts(recipe: Recipe, build: Build, shards, device: torch.device, 
         subject = build(variant, device)
         timed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps)
         low, high = timed.bounds
-        compared[name] = {"step_s": timed.middle, "step_s_low": low, "step_s_high": high, "tokens_per_s": timed.load.real / timed.middle}
+        real = timed.load.real * (subject.recipe.training.tokens_per_step // subject.recipe.data.tokens_per_batch)
+        compared[name] = {"step_s": timed.middle, "step_s_low": low, "step_s_high": high, "tokens_per_s": real / timed.middle}
         del subject
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return {"experts_compared": compared}
-
-
-def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
-    """What `train --dry-run` says of memory and speed: per rank, from shapes, for `chip` or every known one."""
-    shards, source = open_data(recipe)
-    load, vocabulary = expected_load(recipe, shards), shards.alphabet.size
-    predicted = predictions(recipe, shards, "", world, chip)
-    sizes = memory.by_category(recipe, vocabulary, load, world)
-    for name, entry in predicted.items():
-        entry["largest_tokens_per_batch"] = memory.largest_batch(recipe, vocabulary, load, world, chips.find(name))
-        entry["advice"] = memory.advice(recipe, sizes, chips.find(name), world, entry["largest_tokens_per_batch"])
-    return {"world": world, "memory": sizes, "predicted": predicted, "data": source, "label": "predicted from shapes, not measured"}

@@ -1,0 +1,69 @@
+"""What a recipe would take on machines that are not here: its mean batch, predicted steps, memory, and what to change."""
+
+from pathlib import Path
+
+from bmoe.data.loader import build_sampler
+from bmoe.data.sampler import Position
+from bmoe.data.shards import MANIFEST, Shards
+from bmoe.precision import conditions
+from bmoe.profiling import chips, memory, predict
+from bmoe.profiling.synthetic import SyntheticShards
+from bmoe.profiling.work import Load
+from bmoe.recipe import Recipe
+
+
+def with_values(recipe: Recipe, section: str, **values) -> Recipe:
+    """The recipe with other values in one section."""
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
+
+
+def open_data(recipe: Recipe) -> tuple[object, str]:
+    """The recipe's training split if it is prepared, else synthetic sequences; and which, in words."""
+    folder = Path(recipe.data.path)
+    if (folder / MANIFEST).is_file():
+        return Shards(folder, "train"), f"training split of {folder}"
+    return SyntheticShards(recipe), "synthetic: random residues with the lengths of UniRef90, as data.path has no shards"
+
+
+def expected_load(recipe: Recipe, shards) -> Load:
+    """The mean packed batch of the recipe, from its first batches' lengths."""
+    slots, real, pairs, batches = recipe.data.tokens_per_batch, 0, 0.0, 4
+    stream = build_sampler(shards, recipe, recipe.seed).batches(Position(0, 0), slots)
+    for _ in range(batches):
+        crops, _ = next(stream)
+        real += int(crops.slots.sum())
+        pairs += float((crops.slots.astype(float) ** 2).sum())
+    mean = real // batches
+    targets = int(mean * recipe.objective.mask_fraction) if recipe.objective.kind == "mlm" else mean
+    return Load(slots, mean, pairs / batches, max(1, targets))
+
+
+def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: str | None = None) -> dict[str, dict]:
+    """Chip -> predicted step and memory, for every chip (or `only`) whose hardware has the precision."""
+    load, vocabulary, found = expected_load(recipe, shards), shards.alphabet.size, {}
+    for chip in [chips.find(only)] if only else chips.CHIPS.values():
+        needs = conditions.NEEDS.get(recipe.precision.kind)
+        if needs and not needs.lowest <= chip.capability < needs.below:
+            continue
+        result = predict.step(recipe, vocabulary, load, chip, world)
+        sizes = memory.by_category(recipe, vocabulary, load, world)
+        bf16 = predict.step(with_values(recipe, "precision", kind="bf16"), vocabulary, load, chip, world)["step_s"]
+        found[chip.name] = result | {
+            "memory": sizes,
+            "fits": memory.fits(sizes["peak"], chip),
+            "speedup_over_bf16": bf16 / result["step_s"],
+            "this_machine": chips.of_device(device_name) is chip,
+        }
+    return found
+
+
+def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
+    """What `train --dry-run` says of memory and speed: per rank, from shapes, for `chip` or every known one."""
+    shards, source = open_data(recipe)
+    load, vocabulary = expected_load(recipe, shards), shards.alphabet.size
+    predicted = predictions(recipe, shards, "", world, chip)
+    sizes = memory.by_category(recipe, vocabulary, load, world)
+    for name, entry in predicted.items():
+        entry["largest_tokens_per_batch"] = memory.largest_batch(recipe, vocabulary, load, world, chips.find(name))
+        entry["advice"] = memory.advice(recipe, sizes, chips.find(name), world, entry["largest_tokens_per_batch"])
+    return {"world": world, "memory": sizes, "predicted": predicted, "data": source, "label": "predicted from shapes, not measured"}

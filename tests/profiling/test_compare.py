@@ -1,0 +1,47 @@
+"""Comparing two profiles: noise is not a change, a real change is, and files that are no profiles are refused."""
+
+import json
+
+import pytest
+
+from bmoe.errors import RequestError
+from bmoe.profiling.compare import compare, load
+
+
+def results(step, spread=0.01, **more):
+    return {"step_s": step, "step_s_low": step * (1 - spread), "step_s_high": step * (1 + spread), "tokens_per_s": 1000 / step,
+            "parts": {"attention": {"seconds": step / 2}, "optimizer": {"seconds": step / 10}}, "device": "cpu", **more}  # fmt: skip
+
+
+def test_noise_is_no_change():
+    assert not compare(results(1.0, 0.05), results(1.04, 0.05))["step"]["changed"]
+    assert not compare(results(1.0, 0.0), results(1.01, 0.0))["step"]["changed"]  # below what a quiet machine repeats
+
+
+def test_a_change_beyond_both_ranges_is_one():
+    step = compare(results(1.0), results(0.8))["step"]
+    assert step["changed"] and step["ratio"] == pytest.approx(0.8) and step["low"] < 0.8 < step["high"] < 1
+    assert compare(results(0.8), results(1.0))["step"]["changed"]
+
+
+def test_parts_and_differences_are_listed():
+    a, b = results(1.0), results(2.0, device="NVIDIA H200")
+    del b["parts"]["optimizer"]
+    both = compare(a, b)
+    assert both["parts"] == {"attention": {"a": 0.5, "b": 1.0, "ratio": 2.0}}
+    assert both["differing"] == {"device": {"a": "cpu", "b": "NVIDIA H200"}}
+    assert both["tokens_per_s"]["ratio"] == pytest.approx(0.5)
+
+
+def test_only_files_of_a_measured_profile(tmp_path):
+    good = tmp_path / "good.json"
+    good.write_text(json.dumps({"command": "profile", "results": results(1.0)}))
+    assert load(good)["step_s"] == 1.0
+    for name, text in {"text.json": "hello", "train.json": json.dumps({"command": "train", "results": {}})}.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(RequestError, match=name):
+            load(tmp_path / name)
+    with pytest.raises(RequestError, match="absent.json"):
+        load(tmp_path / "absent.json")
+    with pytest.raises(RequestError, match="second file has no measured step"):
+        compare(results(1.0), {"step_s": None})

@@ -1,0 +1,96 @@
+"""Closed-form memory against what a real model, optimizer and backward pass hold."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bmoe.data.loader import build_batch, build_sampler
+from bmoe.data.sampler import Position
+from bmoe.profiling import chips, memory
+from bmoe.profiling.memory import GIB, by_category
+from bmoe.profiling.synthetic import SyntheticShards
+from bmoe.profiling.work import Load
+
+
+def kept_bytes(model, batch) -> int:
+    """Bytes of distinct storages that autograd keeps between forward and backward, parameters and inputs aside."""
+    mine = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    mine |= {t.untyped_storage().data_ptr() for t in batch.model_inputs().values() if isinstance(t, torch.Tensor)}
+    seen: dict[int, int] = {}
+    alive = []
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in mine:
+            seen[storage.data_ptr()] = storage.nbytes()
+            alive.append(storage)  # else a freed storage's address could come back
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(**batch.model_inputs())
+        logits = out.logits.float()
+        (F.cross_entropy(logits, batch.picked_M, ignore_index=-100) + out.balance_L.sum() + out.z_L.sum()).backward()
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("shape", [{}, {"moe": None}, {"moe": {"experts": 16, "top_k": 4, "expert_width": 96, "shared_experts": 1}}])
+def test_activations_are_what_autograd_keeps(recipe_of, build, shape):
+    recipe = recipe_of(
+        data={"max_length": 256, "tokens_per_batch": 2048}, training={"tokens_per_step": 2048}, model={"layers": 4, "width": 128, **shape},
+        backend={"experts": "grouped", "compile": False},
+    )  # fmt: skip
+    subject = build(recipe, torch.device("cpu"))
+    shards = SyntheticShards(recipe)
+    crops, _ = next(build_sampler(shards, recipe, 0).batches(Position(0, 0), 2048))
+    batch = build_batch(shards, crops, recipe, 0)
+    load = Load(2048, int(batch.real_tokens), batch.pairs, batch.picked_M.numel())
+    predicted = by_category(subject.recipe, 33, load)["activations"] * GIB
+    assert predicted == pytest.approx(kept_bytes(subject.model, batch), rel=0.1)
+
+
+@pytest.mark.parametrize("kind, tokens_per_step", [("fp32", 512), ("bf16", 256), ("bf16", 512)])
+def test_static_memory_is_exact(recipe_of, build, kind, tokens_per_step):
+    recipe = recipe_of(precision={"kind": kind}, training={"tokens_per_step": tokens_per_step})
+    subject = build(recipe, torch.device("cpu"))
+    sizes = by_category(subject.recipe, 33, Load(256, 250, 250 * 40.0, 37))
+
+    def held(*groups) -> int:
+        return sum(t.numel() * t.element_size() for group in groups for t in group)
+
+    optimizer = subject.optimizer
+    assert sizes["weights"] * GIB == pytest.approx(held(subject.model.parameters()))
+    assert sizes["optimizer"] * GIB == pytest.approx(held(optimizer.low.values(), optimizer.m.values(), optimizer.v.values()))
+    if optimizer.sums:
+        wide = sum(4 * p.numel() for p in subject.model.parameters() if p.dtype == torch.float32)
+        assert sizes["gradients"] * GIB == pytest.approx(held(optimizer.sums.values()) + wide)
+    else:
+        assert sizes["gradients"] * GIB == pytest.approx(held(subject.model.parameters()))
+
+
+def test_sharding_divides_and_recomputation_lowers(recipe_of):
+    recipe = recipe_of(model={"layers": 24, "width": 1280, "heads": 20, "moe": {"expert_width": 3584}}, precision={"kind": "bf16"},
+                       data={"tokens_per_batch": 16384, "max_length": 1024}, training={"tokens_per_step": 2097152})  # fmt: skip
+    load = Load(16384, 16200, 16200 * 450.0, 2430)
+    one, eight = (by_category(recipe, 33, load, world) for world in (1, 8))
+    assert eight["optimizer"] == pytest.approx(one["optimizer"] / 8)
+    assert eight["activations"] == one["activations"]
+    peaks = []
+    for recompute in ("none", "experts", "full"):
+        backend = recipe.backend.model_copy(update={"recompute": recompute})
+        peaks.append(by_category(recipe.model_copy(update={"backend": backend}), 33, load)["activations"])
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_what_does_not_fit_gets_advice_that_helps(recipe_of):
+    recipe = recipe_of(model={"layers": 24, "width": 1280, "heads": 20, "moe": {"expert_width": 3584}}, precision={"kind": "bf16"},
+                       data={"tokens_per_batch": 131072, "max_length": 1024}, training={"tokens_per_step": 2097152})  # fmt: skip
+    load = Load(131072, 130000, 130000 * 450.0, 19000)
+    h100 = chips.find("h100")
+    sizes = by_category(recipe, 33, load, 8)
+    assert not memory.fits(sizes["peak"], h100)
+    largest = memory.largest_batch(recipe, 33, load, 8, h100)
+    assert 1024 <= largest < 131072
+    assert any(str(largest) in line for line in memory.advice(recipe, sizes, h100, 8, largest))
+    data = recipe.data.model_copy(update={"tokens_per_batch": largest})
+    smaller = by_category(recipe.model_copy(update={"data": data}), 33, memory.scaled(load, largest), 8)
+    assert memory.fits(smaller["peak"], h100) and not memory.advice(recipe, smaller, h100, 8, largest)

@@ -1,0 +1,99 @@
+"""The roofline: sanity by scaling, bytes by hand, and published measurements of one layer on an H200."""
+
+import pytest
+
+from bmoe.errors import RequestError
+from bmoe.model import counts
+from bmoe.profiling import chips, predict
+from bmoe.profiling.work import Load
+from bmoe.recipe import Recipe
+
+
+def layer(width, expert_width, experts, top_k, kind="bf16", **more) -> Recipe:
+    model = {"layers": 1, "width": width, "heads": 16, "moe": {"experts": experts, "top_k": top_k, "expert_width": expert_width}}
+    return Recipe.model_validate({"model": model, "precision": {"kind": kind}, **more})
+
+
+FULL = Load(16384, 16384, 16384 * 1024.0, 2458)
+
+
+@pytest.mark.parametrize(
+    "width, expert_width, experts, top_k, compiled, floor",
+    # TFLOP/s of the expert products over the whole MoE layer, forward + backward, T = 16,384, measured on an H200: torch's grouped
+    # products, compiled; and those products' own time with every other pass at the bandwidth of a copy (nothing is faster)
+    [(2048, 5632, 8, 2, 525, 612), (1280, 3584, 8, 2, 432, 535), (1280, 768, 64, 8, 311, 465)],
+)
+def test_moe_layer_on_an_h200_lies_between_compiled_torch_and_the_floor(width, expert_width, experts, top_k, compiled, floor):
+    parts = predict.part_seconds(layer(width, expert_width, experts, top_k), 33, FULL, chips.find("h200"))
+    names = ("router", "dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")
+    seconds = sum(parts[name]["seconds"] for name in names)
+    tflops = 3 * 2 * FULL.real * top_k * 3 * width * expert_width / seconds / 1e12
+    assert 0.9 * compiled < tflops < floor
+
+
+def test_attention_of_full_sequences_on_an_h200():
+    """16 heads x 64 over 16 x 1024 tokens: 188 TFLOP/s forward + backward, counted as 2 + 4 products' worth."""
+    recipe = layer(1024, 2816, 8, 2)
+    with_core = predict.part_seconds(recipe, 33, FULL, chips.find("h200"))["attention"]["seconds"]
+    without = predict.part_seconds(recipe, 33, Load(FULL.tokens, FULL.real, 0.0, FULL.targets), chips.find("h200"))["attention"]["seconds"]
+    assert with_core - without == pytest.approx(1.28e-3, rel=0.15)
+
+
+def test_optimizer_of_830_million_parameters_on_an_h200():
+    """26 bytes a parameter at the measured share of the bandwidth: between 4.5 ms (18 bytes) and 9 ms."""
+    recipe = Recipe.model_validate({"model": {"layers": 7, "moe": {"experts": 8}}})
+    total = counts.parameters(recipe.model, 33).total
+    step = predict.step(recipe, 33, FULL, chips.find("h200"))
+    assert 4.5e-3 < step["optimizer_s"] * 830e6 / total < 9e-3
+
+
+def test_faster_chips_and_fewer_tokens_take_less_time():
+    recipe = layer(1280, 3584, 8, 2)
+    times = [predict.step(recipe, 33, FULL, chips.find(name))["batch_s"] for name in ("h100", "h200", "b200", "gb200")]
+    assert times == sorted(times, reverse=True)
+    half = Load(8192, 8192, 8192 * 1024.0, 1229)
+    assert predict.step(recipe, 33, half, chips.find("h200"))["batch_s"] < times[1]
+
+
+def test_low_precision_pays_for_wide_experts_and_not_for_small_ones():
+    b200 = chips.find("b200")
+    gain = {}
+    for name, shape in {"wide": (4096, 14336, 8, 2), "small": (1280, 768, 64, 8)}.items():
+        gain[name] = (
+            predict.step(layer(*shape), 33, FULL, b200)["batch_s"] / predict.step(layer(*shape, kind="mxfp8"), 33, FULL, b200)["batch_s"]
+        )
+    assert gain["wide"] > 1.15 and gain["small"] < gain["wide"]
+
+
+def test_recomputation_adds_forward_work_only():
+    plain = layer(1280, 3584, 8, 2)
+    again = plain.model_copy(update={"backend": plain.backend.model_copy(update={"recompute": "experts"})})
+    a, b = (predict.part_seconds(r, 33, FULL, chips.find("h200")) for r in (plain, again))
+    assert b["experts gemm 1"]["backward_s"] == pytest.approx(a["experts gemm 1"]["backward_s"] + a["experts gemm 1"]["forward_s"])
+    assert b["attention"] == a["attention"]
+
+
+def test_bytes_between_ranks_by_hand():
+    """2 layers of 16 experts, expert: 4, one rank's 1,000 tokens to 2 experts each, width 64, bf16: each of the 2,000 rows
+    leaves with probability 3/4, there and back, forward and backward."""
+    recipe = Recipe.model_validate({
+        "model": {"layers": 2, "width": 64, "heads": 4, "moe": {"experts": 16, "top_k": 2, "expert_width": 64}},
+        "parallel": {"expert": 4},
+    })
+    sent = predict.communication(recipe, 33, Load(1024, 1000, 1e5, 150), 8, chips.find("h200"))
+    assert sent["all_to_all_bytes"] == pytest.approx(2 * 2000 * 64 * 2 * 0.75 * 4)
+    alone = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"expert": 1})})
+    assert predict.communication(alone, 33, Load(1024, 1000, 1e5, 150), 8, chips.find("h200"))["all_to_all_bytes"] == 0
+    one = predict.step(alone, 33, FULL, chips.find("h200"), world=1)
+    assert one["communication"] is None
+
+
+def test_chips():
+    assert chips.of_device("NVIDIA H200") is chips.CHIPS["h200"]
+    assert chips.of_device("NVIDIA GB200") is chips.CHIPS["gb200"]
+    assert chips.of_device("NVIDIA B200") is chips.CHIPS["b200"]
+    assert chips.of_device("AMD EPYC") is None
+    with pytest.raises(RequestError, match="known chips"):
+        chips.find("abacus")
+    for chip in chips.CHIPS.values():
+        assert chip.fp8 == pytest.approx(2 * chip.bf16, rel=0.01) and chip.source

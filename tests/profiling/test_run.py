@@ -1,0 +1,96 @@
+"""The whole command on a small recipe: the fixed keys, consistency of its numbers, and reports for absent hardware."""
+
+import json
+
+import pytest
+import torch
+
+from bmoe.errors import RequestError
+from bmoe.profiling import estimate, profile
+from bmoe.profiling.estimate import expected_load
+from bmoe.profiling.run import reduced
+from bmoe.profiling.synthetic import SyntheticShards
+
+CPU = torch.device("cpu")
+FIXED = {"step_s", "tokens_per_s", "mfu", "parts", "memory", "unmet_conditions", "emulated", "predicted", "ratios"}
+
+
+def test_a_measured_profile(recipe_of, build, tmp_path):
+    recipe = recipe_of()
+    trace = tmp_path / "trace.json"
+    found = profile(recipe, build, device=CPU, steps=4, trace=str(trace))
+    json.dumps(found, allow_nan=False)
+    assert set(found) >= FIXED and found["unmet_conditions"] == [] and found["emulated"] == {}
+    assert found["step_s_low"] <= found["step_s"] <= found["step_s_high"]
+    assert found["mfu"] is None and 0 < found["mfu_of_measured_ceiling"] < 1.5
+    parts = found["parts"]
+    assert set(parts) >= {"embedding", "norms", "attention", "router", "dispatch", "experts gemm 1", "combine", "head + loss", "optimizer"}
+    assert all({"seconds", "tflops", "gb_per_s"} <= set(part) for part in parts.values())
+    once = ("optimizer", "data wait")
+    whole = sum(p["seconds"] * (1 if name in once else found["batches_per_step"]) for name, p in parts.items())
+    assert whole == pytest.approx(found["step_s"], rel=0.02)
+    assert found["bottleneck"]["part"] in parts and "." in found["bottleneck"]["key"]
+    assert found["measured"]["label"] == "measured whole" and len(found["measured"]["steps"]) == 4
+    assert found["tokens_per_s"] == pytest.approx(expected_load(recipe, SyntheticShards(recipe)).real * 2 / found["step_s"], rel=0.05)
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_precision_this_machine_lacks(recipe_of, build):
+    found = profile(recipe_of(), build, device=CPU, precision="mxfp8")
+    json.dumps(found, allow_nan=False)
+    assert set(found) >= FIXED
+    assert len(found["unmet_conditions"]) == 3 and found["step_s"] is None
+    assert found["emulated"]["tokens"] <= 2048 and found["emulated"]["gemms"]
+    assert set(found["predicted"]) == {"b200", "gb200"}
+    for chip in found["predicted"].values():
+        assert "predicted" in chip["label"] and chip["step_s"] > 0 and chip["memory"]["peak"] > 0
+
+
+def test_emulated_training_is_measured(recipe_of, build):
+    recipe = recipe_of(precision={"kind": "mxfp8", "emulate": True})
+    assert profile(recipe, build, device=CPU, steps=2)["step_s"] > 0
+
+
+def test_implementations_are_compared(recipe_of, build):
+    found = profile(recipe_of(), build, device=CPU, experts="all", steps=2)
+    assert set(found["experts_compared"]) == {"loop", "grouped"}
+    assert found["ratios"][f"experts {found['experts']}"] == 1.0
+
+
+def test_wrong_requests(recipe_of, build):
+    with pytest.raises(RequestError, match="model.moe is null"):
+        profile(recipe_of(model={"moe": None}), build, device=CPU, experts="all")
+    with pytest.raises(RequestError, match="only baseline is hf"):
+        profile(recipe_of(), build, device=CPU, baseline="jax")
+
+
+def test_what_is_too_large_is_reduced_and_scaled_up(recipe_of, build, monkeypatch):
+    recipe = recipe_of(data={"tokens_per_batch": 2048}, training={"tokens_per_step": 8192}, model={"layers": 8})
+    monkeypatch.setattr("bmoe.profiling.run.SECONDS", 1e-3)
+    small = reduced(recipe, SyntheticShards(recipe), CPU, 2, 0.03)
+    assert small.data.tokens_per_batch == 1024 and small.model.layers == 1
+    found = profile(recipe, build, device=CPU, steps=2)
+    assert "prediction, not a measurement" in found["measured"]["label"]
+    assert found["measured"]["layers"] == 1 and found["measured"]["of_layers"] == 8
+    # Eight layers and twice the tokens, four batches: between 8 and 64 times the reduced step's batch.
+    assert 8 < found["step_s"] / (found["measured"]["step_s"] / 2) < 64
+
+
+def test_estimate_needs_no_hardware(recipe_of):
+    recipe = recipe_of(model={"layers": 24, "width": 1280, "heads": 20, "moe": {"expert_width": 3584}}, precision={"kind": "bf16"},
+                       data={"tokens_per_batch": 16384, "max_length": 1024}, training={"tokens_per_step": 2097152})  # fmt: skip
+    found = estimate(recipe, world=8, chip="h100")
+    assert set(found["predicted"]) == {"h100"} and found["world"] == 8
+    entry = found["predicted"]["h100"]
+    assert entry["fits"] and entry["advice"] == [] and entry["largest_tokens_per_batch"] >= 16384
+    alone = estimate(recipe, world=1, chip="h100")["predicted"]["h100"]
+    assert alone["memory"]["peak"] > entry["memory"]["peak"]
+    with pytest.raises(RequestError, match="known chips"):
+        estimate(recipe, chip="tpu")
+
+
+def test_synthetic_proteins_have_real_lengths(recipe_of):
+    recipe = recipe_of()
+    shards = SyntheticShards(recipe)
+    assert 240 < float(sorted(shards.lengths)[len(shards) // 2]) < 280  # UniRef90's median in a sample of 10,000: 277
+    assert (shards.sequence(3) == SyntheticShards(recipe).sequence(3)).all() and shards.sequence(3).size == shards.lengths[3]
