@@ -1,0 +1,201 @@
+"""Profiles as people read them on a terminal. Only rich renderables; the console module prints them."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+BAR = 24
+
+
+def seconds(value: float | None) -> str:
+    """1.234 s, 12.3 ms or 45 us."""
+    if value is None:
+        return "-"
+    if value >= 1:
+        return f"{value:,.3g} s" if value < 1000 else f"{value:,.0f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
+    return table
+
+
+def _notes(*lines: str) -> Text:
+    return Text("\n".join(line for line in lines if line), style="dim")
+
+
+def report(results: dict) -> RenderableType:
+    """The whole of a `bmoe profile`."""
+    blocks: list[RenderableType] = [Text(f"{results['recipe']} in {results['precision']} on {results['device']}", style="bold")]
+    blocks.append(_notes(f"data: {results['data']}"))
+    if results["unmet_conditions"]:
+        blocks += [Text(), _lacking(results)]
+    else:
+        blocks += [Text(), _headline(results), Text(), _parts(results), Text(), _memory(results), Text(), _bottleneck(results)]
+    if results["emulated"]:
+        blocks += [Text(), _emulated(results["emulated"])]
+    for key, show in (("experts_compared", _experts), ("baseline", _baseline)):
+        if results.get(key):
+            blocks += [Text(), show(results)]
+    if results["predicted"]:
+        blocks += [Text(), _predicted(results["predicted"])]
+    return Group(*blocks)
+
+
+def _lacking(results: dict) -> RenderableType:
+    lines = Text(f"{results['precision']} does not run on this machine:\n", style="bold yellow")
+    for sentence in results["unmet_conditions"]:
+        lines.append(f"  - {sentence}\n", style="default")
+    if results["unmet_for_fused"]:
+        lines.append("and its fused kernel would need besides:\n", style="bold yellow")
+        for sentence in results["unmet_for_fused"]:
+            lines.append(f"  - {sentence}\n", style="default")
+    lines.append("So nothing was measured in it: numerics below are emulated, speed and memory predicted.", style="dim")
+    return lines
+
+
+def _headline(results: dict) -> RenderableType:
+    measured, ceiling = results["measured"], results["ceilings"]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    whole = f"{seconds(results['step_s'])}  (80 % of steps: {seconds(results['step_s_low'])} to {seconds(results['step_s_high'])})"
+    table.add_row("step", whole)
+    rate = f"{seconds(results['batch_s'])} a batch x {results['batches_per_step']}, optimizer {seconds(results['optimizer_s'])}"
+    table.add_row("", rate)
+    table.add_row("throughput", f"{_number(results['tokens_per_s'])} tokens/s, {_number(results['residues_per_s'])} residues/s")
+    of_ceiling = f"{results['mfu_of_measured_ceiling']:.1%} of the product measured here ({_number(ceiling['matmul_tflops'])} TFLOP/s)"
+    if results["mfu"] is not None:
+        of_ceiling = f"{results['mfu']:.1%} of {results['peak_flops'] / 1e12:,.0f} TFLOP/s; {of_ceiling}"
+    table.add_row("MFU", of_ceiling)
+    table.add_row("", Text(f"= {results['mfu_formula']}", style="dim"))
+    table.add_row("ceilings", f"{_number(ceiling['matmul_tflops'])} TFLOP/s, {_number(ceiling['copy_gb_per_s'])} GB/s ({ceiling['what']})")
+    compiled = "compiled" if results["compiled"] else "not compiled"
+    table.add_row("runs", f"experts: {results['experts']}, attention: {results['attention']}, {compiled}")
+    padding = results["padding"]
+    rows, rectangle = padding["expert_rows"], padding["rectangle"]
+    table.add_row("padding", f"{padding['tail']:.1%} of slots, {rows:.1%} of expert rows; a rectangle would waste {rectangle:.0%}")
+    if "kernels_per_step" in results:
+        waits, busy = results["syncs_per_step"], results["gpu_busy_share"]
+        table.add_row("a measured step", f"{results['kernels_per_step']:,} kernels, {waits} waits for the device, busy {busy:.0%}")
+    whole_or_not = f"{measured['layers']} of {measured['of_layers']} layers"
+    slots = f"{measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,} slots a batch"
+    table.add_row("measured", f"{whole_or_not}, {slots}: {measured['label']}")
+    return table
+
+
+def _parts(results: dict) -> RenderableType:
+    table = _table("Where a step goes", "part", "", "share", "time", "forward", "backward", "TFLOP/s", "GB/s")
+    batches, once = results["batches_per_step"], ("optimizer", "data wait")
+    totals = {name: part["seconds"] * (1 if name in once else batches) for name, part in results["parts"].items()}
+    whole = sum(totals.values())
+    for name, total in sorted(totals.items(), key=lambda item: -item[1]):
+        part, share = results["parts"][name], total / whole
+        times = (seconds(part[key]) for key in ("seconds", "forward_s", "backward_s"))
+        table.add_row(name, "█" * round(share * BAR), f"{share:.1%}", *times, _number(part["tflops"]), _number(part["gb_per_s"]))
+    table.columns[1].justify = "left"
+    return Group(table, _notes(f"{results['parts_label']}."))
+
+
+def _memory(results: dict) -> RenderableType:
+    memory = results["memory"]
+    names = ("weights", "gradients", "optimizer", "activations", "workspace", "peak")
+    table = _table("Memory, GiB", *names, "measured peak")
+    table.columns[0].justify = "right"
+    table.add_row(*(_number(memory[name]) for name in names), _number(memory["measured_peak"]))
+    return Group(table, _notes(f"{memory['label']}."))
+
+
+def _bottleneck(results: dict) -> Text:
+    worst = results["bottleneck"]
+    text = Text("First bottleneck: ", style="bold")
+    text.append(f"{worst['part']}, {worst['share']:.0%} of a step. ", style="default")
+    text.append(worst["key"], style="bold cyan")
+    text.append(f" moves it: {worst['why']}.", style="default")
+    return text
+
+
+def _emulated(emulated: dict) -> RenderableType:
+    if not emulated.get("gradients"):
+        return _notes(emulated["label"])
+    blocks: list[RenderableType] = []
+    if emulated["gemms"]:
+        title = f"Relative error of each product in {emulated['format']} (bf16)"
+        table = _table(title, "GEMM", "forward", "input gradient", "weight gradient")
+        for name, errors in emulated["gemms"].items():
+            today = emulated["gemms_bf16"][name]
+            table.add_row(name, *(f"{errors[p]:.2%} ({today[p]:.2%})" for p in ("fprop", "dgrad", "wgrad")))
+        blocks.append(table)
+    table = _table("Relative error of each gradient", "parameter", "error")
+    for name, error in emulated["gradients"].items():
+        table.add_row(name, f"{error:.2%}")
+    label = f"loss {emulated['loss']:.4f}, difference {emulated['loss_difference']:+.4f}; {emulated['label']}."
+    return Group(*blocks, table, _notes(label))
+
+
+def _experts(results: dict) -> RenderableType:
+    table = _table("Implementations of the experts", "implementation", "step", "80 % of steps", "tokens/s", "time / " + results["experts"])
+    for name, run in results["experts_compared"].items():
+        spread = f"{seconds(run['step_s_low'])} to {seconds(run['step_s_high'])}"
+        ratio = f"{results['ratios'][f'experts {name}']:.2f}"
+        table.add_row(name, seconds(run["step_s"]), spread, _number(run["tokens_per_s"]), ratio)
+    return table
+
+
+def _baseline(results: dict) -> RenderableType:
+    table = _table("Hugging Face's Mixtral of the same dimensions, real tokens", "variant", "step", "tokens/s", "bmoe is faster by")
+    for name, run in results["baseline"].items():
+        ratio = results["ratios"].get(name)
+        table.add_row(name, seconds(run["step_s"]), _number(run["tokens_per_s"]), f"{ratio:.2f} x" if ratio else run.get("label", ""))
+    return Group(table, _notes("One batch a step; theirs is a decoder, whose attention reads half of an encoder's. Quote the strongest."))
+
+
+def _predicted(predicted: dict) -> RenderableType:
+    table = _table("Predicted", "chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "error here")
+    for name, chip in predicted.items():
+        error = f"{chip['error']:+.0%}" if "error" in chip else "-"
+        table.add_row(
+            name, str(chip["world"]), seconds(chip["step_s"]), _number(chip["tokens_per_s"]), f"{chip['mfu']:.1%}",
+            _number(chip["memory"]["peak"]), "yes" if chip["fits"] else "no", f"{chip['speedup_over_bf16']:.2f} x", error,
+        )  # fmt: skip
+    first = next(iter(predicted.values()))
+    used = first["assumptions"]
+    fractions = ", ".join(f"{key} {used[key]:g}" for key in ("gemm", "grouped", "low_gemm", "attention_core", "memory"))
+    label = f"{first['label']}: shares of published peaks {fractions}; {used['kernel_s'] * 1e6:g} us a kernel."
+    return Group(table, _notes(label, "Efficiencies come from an H200 in bf16; no Blackwell was at hand, so its numbers are untested."))
+
+
+def estimate(results: dict) -> RenderableType:
+    """Memory and speed for `train --dry-run`."""
+    names = ("weights", "gradients", "optimizer", "activations", "workspace", "peak")
+    memory = _table(f"Memory of one of {results['world']} GPUs, GiB", *names)
+    memory.columns[0].justify = "right"
+    memory.add_row(*(_number(results["memory"][name]) for name in names))
+    lines = []
+    for name, chip in results["predicted"].items():
+        largest = chip["largest_tokens_per_batch"]
+        fits = f"fits {name}; the largest data.tokens_per_batch that does is {largest:,}" if chip["fits"] else f"does not fit {name}: "
+        lines.append(fits + "; or ".join(chip["advice"]))
+    return Group(memory, Text(), _predicted(results["predicted"]), Text(), Text("\n".join(lines)), _notes(f"{results['label']}."))
+
+
+def comparison(results: dict) -> RenderableType:
+    """What `bmoe profile --compare A B` found."""
+    step = results["step"]
+    verdict = "changed" if step["changed"] else "no change beyond noise"
+    head = Text(f"step {seconds(step['a'])} -> {seconds(step['b'])}: {step['ratio'] - 1:+.1%} ", style="bold")
+    head.append(f"({step['low'] - 1:+.1%} to {step['high'] - 1:+.1%} within noise): {verdict}", style="default")
+    table = _table("Parts", "part", "A", "B", "change")
+    for name, part in sorted(results["parts"].items(), key=lambda item: -item[1]["a"]):
+        table.add_row(name, seconds(part["a"]), seconds(part["b"]), f"{part['ratio'] - 1:+.1%}" if part["ratio"] else "-")
+    differing = [f"{key}: {both['a']} -> {both['b']}" for key, both in results["differing"].items()]
+    return Group(head, _notes(*differing), Text(), table)

@@ -1,0 +1,45 @@
+"""What is shown names its unit, its label and the next step, on wide and narrow terminals."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from bmoe.profiling import compare, estimate, profile, render
+
+
+def text(renderable, width=160) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(renderable)
+    return " ".join(out.getvalue().split())  # a narrow terminal breaks lines anywhere
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_measured_profile(recipe_of, build, width):
+    results = profile(recipe_of(), build, device=torch.device("cpu"), steps=2, experts="all")
+    shown = text(render.report(results), width)
+    for needed in ("experts gemm 1", "tokens/s", "First bottleneck", "MFU", "measured whole", "Implementations", "grouped"):
+        assert needed in shown
+    assert results["bottleneck"]["key"] in shown
+    same = text(render.comparison(compare(results, results)), width)
+    assert "no change beyond noise" in same and "+0.0%" in same
+
+
+def test_a_missing_precision(recipe_of, build):
+    shown = text(render.report(profile(recipe_of(), build, device=torch.device("cpu"), precision="mxfp8")))
+    for needed in ("does not run on this machine", "Chip: mxfp8", "emulated bit for bit", "predicted by a roofline", "b200", "input gradient",
+                   "no Blackwell was at hand"):  # fmt: skip
+        assert needed in shown
+
+
+def test_an_estimate_that_does_not_fit_says_what_to_change(recipe_of):
+    recipe = recipe_of(model={"layers": 24, "width": 1280, "heads": 20, "moe": {"expert_width": 3584}}, precision={"kind": "bf16"},
+                       data={"tokens_per_batch": 131072, "max_length": 1024}, training={"tokens_per_step": 2097152})  # fmt: skip
+    shown = text(render.estimate(estimate(recipe, world=8, chip="h100")))
+    assert "does not fit h100" in shown and "data.tokens_per_batch" in shown and "backend.recompute" in shown
+
+
+@pytest.mark.parametrize("value, shown", [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-5, "40 us"), (None, "-"), (5000.0, "5,000 s")])
+def test_times_are_read_in_their_unit(value, shown):
+    assert render.seconds(value) == shown
