@@ -2,10 +2,10 @@
 
 time(part) = max(FLOP / (peak x efficiency), bytes / (bandwidth x efficiency)) + kernels x launch
 
-Assumptions, all named in the result: the efficiencies below are fractions of the published peaks, taken from
-measurements on one H200 in bf16; low precision speeds up the experts' GEMMs alone, halves their traffic of rounded inputs and adds a pass that makes
-them; nothing overlaps but communication, of which `OVERLAP` hides behind arithmetic. No Blackwell GPU was at hand: numbers
-for B200 and GB200 are this model at their published peaks, not measurements.
+Assumptions, all named in the result: the efficiencies below are fractions of the published peaks, taken from measurements
+on one H200 in bf16; low precision speeds up the experts' GEMMs alone, halves their traffic of rounded inputs and adds a
+pass that makes them; nothing overlaps but communication, of which `overlap` hides behind arithmetic. No Blackwell GPU was
+at hand: numbers for B200 and GB200 are this model at their published peaks, not measurements.
 """
 
 from dataclasses import asdict, dataclass

@@ -28,8 +28,8 @@ def test_a_measured_profile(recipe_of, build, width):
 
 def test_a_missing_precision(recipe_of, build):
     shown = text(render.report(profile(recipe_of(), build, device=torch.device("cpu"), precision="mxfp8")))
-    for needed in ("does not run on this machine", "Chip: mxfp8", "emulated bit for bit", "predicted by a roofline", "b200", "input gradient",
-                   "no Blackwell was at hand"):  # fmt: skip
+    for needed in ("does not run on this machine", "Chip: mxfp8", "emulated bit for bit", "predicted by a roofline", "b200",
+                   "input gradient", "no Blackwell was at hand"):  # fmt: skip
         assert needed in shown
 
 
