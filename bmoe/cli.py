@@ -6,7 +6,6 @@ Ctrl-C. Errors are one sentence; `--debug`, before or after the command, shows t
 
 import errno
 import re
-import signal
 import sys
 from typing import Annotated
 
@@ -35,7 +34,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command()
 def prepare(
-    inputs: Annotated[list[str] | None, typer.Argument(metavar="INPUT...", help="Files, globs, directories, or - for standard input.")] = None,
+    inputs: Annotated[list[str] | None, typer.Argument(metavar="INPUT...", help="Files, globs, directories, or - for stdin.")] = None,
     out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Where the shards go; default data/<stem> of one input.")] = None,
     alphabet: Annotated[str, typer.Option(metavar="protein|dna|dna-bpe:N")] = "protein",
     format_: Annotated[str, typer.Option("--format", metavar="fasta|fastq|genbank|embl|swissprot")] = "fasta",
@@ -81,6 +80,7 @@ def prepare(
 
 @app.command()
 def train(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one.")],
     set_: SET = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs of this machine to use.")] = None,
@@ -89,27 +89,75 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, or start.")] = False,
     stop_at: Annotated[int | None, typer.Option("--stop-at", min=1, metavar="STEP", help="Save and exit after this step.")] = None,
     max_time: Annotated[str | None, typer.Option("--max-time", metavar="3h50m", help="Save and exit after this time.")] = None,
+    procs: Annotated[int | None, typer.Option("--procs", min=1, help="With --device cpu: processes.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and its size, without running it.")] = False,
+    world: Annotated[int, typer.Option("--world", min=1, help="With --dry-run: ranks.")] = 1,
+    chip: Annotated[str | None, typer.Option("--chip", metavar="h100|h200|b200|gb200", help="With --dry-run: this chip only.")] = None,
     json: JSON = None,
 ) -> None:
     """Train a recipe: data if needed, training, report."""
-    from bmoe.jobs import common
-    from bmoe.jobs import train as job
+    from bmoe.jobs import common, start
+    from bmoe.jobs import dry_run as dry
 
     loaded, _ = common.load_recipe(recipe, set_ or [])
     if dry_run:
-        results, view = job.dry_run(loaded)
+        results, view = dry.dry_run(loaded, world, chip)
         console.show(view)
         common.write_json(json, "train", loaded, results)
         return
-    chosen, line = common.choose_device(device, gpus)
+    limits = start.Limits(stop_at=stop_at, max_seconds=seconds(max_time) if max_time else None)
+    code = start.start(loaded, start.Request(context.obj, gpus, device, procs, out, resume, json), limits)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def profile(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe; default: the flagship.")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", metavar="fp32|bf16|fp8_current|fp8_block|fp8_delayed|mxfp8")] = None,
+    experts: Annotated[str | None, typer.Option("--experts", metavar="NAME|all", help="An implementation, or compare all.")] = None,
+    baseline: Annotated[str | None, typer.Option("--baseline", metavar="hf", help="Beside Hugging Face's model (extra hf).")] = None,
+    set_: SET = None,
+    device: DEVICE = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Measured steps.")] = 10,
+    trace: Annotated[str | None, typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of one step.")] = None,
+    compare: Annotated[tuple[str, str] | None, typer.Option("--compare", metavar="A.json B.json", help="What changed.")] = None,
+    json: JSON = None,
+) -> None:
+    """Measure where the time goes; predict what this machine cannot run."""
+    from bmoe.jobs import common
+    from bmoe.jobs import profile as job
+
+    if compare:
+        results = job.compare(*compare)
+        console.show(job.show_comparison(results))
+        common.write_json(json, "profile", None, results)
+        return
+    loaded, _ = common.load_recipe(recipe or job.FLAGSHIP, set_ or [])
+    chosen, line = common.choose_device(device, None)
     console.note(line)
-    limits = job.Limits(stop_at=stop_at, max_seconds=seconds(max_time) if max_time else None)
-    outcome, folder, metrics = job.train(loaded, out=out, resume=resume, device=chosen, limits=limits)
-    common.write_json(json, "train", loaded, {"run": str(folder), **metrics})
-    console.show(job.training_summary(outcome, folder, metrics))
-    if outcome.signal:
-        raise typer.Exit(130 if outcome.signal == signal.SIGINT else 75)
+    results = job.profile(loaded, device=chosen, precision=precision, experts=experts, baseline=baseline, steps=steps, trace=trace)
+    console.show(job.show(results))
+    common.write_json(json, "profile", loaded, results)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A run folder or one of its checkpoints.")],
+    to: Annotated[str, typer.Option("--to", metavar="DIR", help="A new folder.")],
+    format_: Annotated[str, typer.Option("--format", metavar="hf")] = "hf",
+    verify: Annotated[bool, typer.Option("--verify", help="Load the folder again and compare logits (extra hf).")] = False,
+    json: JSON = None,
+) -> None:
+    """Write a model for other tools: Hugging Face folders with safetensors."""
+    from bmoe.jobs import common
+    from bmoe.jobs import export as job
+
+    if format_ != "hf":
+        raise RequestError(f"--format {format_}: the only format is hf")
+    results = job.export(checkpoint, to, verify)
+    console.show(console.settings_table("exported", [(key, str(value)) for key, value in results.items()]))
+    common.write_json(json, "export", None, results)
 
 
 @app.command("eval")
@@ -157,7 +205,7 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
     try:
-        code = app(arguments, prog_name="bmoe", standalone_mode=False)
+        code = app(arguments, prog_name="bmoe", standalone_mode=False, obj=arguments)
         return code if isinstance(code, int) else 0
     except typer.Exit as leave:
         return leave.exit_code

@@ -44,14 +44,15 @@ def duration(seconds: float) -> str:
 
 
 class TrainingView:
-    """Observer of a run: a live dashboard on a terminal, one plain line a record elsewhere."""
+    """Observer of a run: a live dashboard on a terminal, one plain line a record elsewhere, nothing where it is not `shown`."""
 
-    def __init__(self, name: str, steps: int, done: int):
+    def __init__(self, name: str, steps: int, done: int, shown: bool = True):
+        self.shown = shown
         self.name, self.steps, self.first, self.began = name, steps, done, time.monotonic()
         self.losses: list[float] = []
         self.validation: dict = {}
         self.notes: list[str] = []
-        self.live = Live(console=err, refresh_per_second=4, transient=False) if err.is_terminal else None
+        self.live = Live(console=err, refresh_per_second=4, transient=False) if shown and err.is_terminal else None
 
     def __enter__(self) -> "TrainingView":
         if self.live:
@@ -68,12 +69,12 @@ class TrainingView:
             self.validation = {k: v for k, v in record.items() if k.startswith("valid_")} | {"step": record["step"]}
         if self.live:
             self.live.update(self._dashboard(record))
-        else:
+        elif self.shown:
             err.print(self._line(record))
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-        if not self.live:
+        if self.shown and not self.live:
             note(text)
 
     def _eta(self, record: dict) -> str:

@@ -45,9 +45,14 @@ def write_json(file: str | None, command: str, recipe: Recipe | None, results: d
     Path(file).write_text(json.dumps(body, indent=1) + "\n")
 
 
+def shard_folder(recipe: Recipe) -> Path:
+    """The folder of shards of a recipe, prepared or not."""
+    return Path(recipe.data.path)
+
+
 def ensure_data(recipe: Recipe) -> Path:
     """The folder of shards of a recipe; prepares `data.fasta` into it if it has none. Raises RequestError."""
-    folder = Path(recipe.data.path)
+    folder = shard_folder(recipe)
     if (folder / MANIFEST).is_file():
         return folder
     if recipe.data.fasta is None:

@@ -7,18 +7,18 @@ from rich.table import Table
 
 from bmoe import console
 from bmoe import recipe as recipes
-from bmoe.data.shards import Shards
+from bmoe.data.alphabet import Alphabet, alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import perplexity, routing
-from bmoe.jobs.common import open_split
+from bmoe.jobs.common import open_split, shard_folder
 from bmoe.model.transformer import Transformer
 from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
 from bmoe.training import checkpoint, setup, state
 
 
-def load_run(path: str, device: torch.device, data: str | None, split: str) -> tuple[Transformer, Recipe, Shards]:
-    """Model, recipe and a split of the data of a run or checkpoint folder. Raises RequestError."""
+def load_model(path: str, device: torch.device, data: str | None = None) -> tuple[Transformer, Recipe, Alphabet]:
+    """The fp32 model of a run or checkpoint folder, the recipe as it runs here, the alphabet. Raises RequestError."""
     found = checkpoint.find(Path(path))
     saved = found.parent.parent / "recipe.yaml"
     if not saved.is_file():
@@ -30,17 +30,18 @@ def load_run(path: str, device: torch.device, data: str | None, split: str) -> t
     if data:
         changes["data"] = recipe.data.model_copy(update={"path": data})
     recipe, _ = setup.resolve(recipe.model_copy(update=changes), World(device))
-    shards = open_split(recipe, Path(recipe.data.path), split)
-    model = setup.build_model(recipe, shards.alphabet, device)
+    letters = alphabet(recipe.data.alphabet, shard_folder(recipe))
+    model = setup.build_model(recipe, letters, device)
     checkpoint.load(found, state.model_tensors(model))
-    if recipe.precision.kind != "fp32":
-        setup.to_compute_dtype(model)
-    return model.eval(), recipe, shards
+    return model.eval(), recipe, letters
 
 
 def evaluate(path: str, *, data: str | None, split: str, device: torch.device) -> tuple[dict, Recipe]:
     """The results of one run: perplexities beside their baselines, by length and residue, and expert loads."""
-    model, recipe, shards = load_run(path, device, data, split)
+    model, recipe, _ = load_model(path, device, data)
+    if recipe.precision.kind != "fp32":
+        setup.to_compute_dtype(model)
+    shards = open_split(recipe, shard_folder(recipe), split)
     held_out = perplexity.evaluate(model, shards, recipe, device=device)
     results = {"run": path, "split": split, **held_out.results()}
     if held_out.counts_LE is not None:
@@ -55,7 +56,8 @@ def summary(results: dict) -> Table:
         if f"perplexity{ending}" in results:
             value, base = results[f"perplexity{ending}"], results[f"baseline{ending}"]
             ratio, low, high = (results[f"ratio{ending}{x}"] for x in ("", "_low", "_high"))
-            rows.append((f"perplexity{ending}", f"{value:.3f}   baseline {base:.3f}   ratio {ratio:.4f} [{low:.4f}, {high:.4f}]   ({name})"))
+            text = f"{value:.3f}   baseline {base:.3f}   ratio {ratio:.4f} [{low:.4f}, {high:.4f}]   ({name})"
+            rows.append((f"perplexity{ending}", text))
     for entry in results["by_length"]:
         last = entry["max_length"] or "…"
         value = entry.get("perplexity_mask", entry.get("perplexity"))

@@ -10,7 +10,7 @@ from bmoe.jobs.common import write_json
 
 __all__ = ["PrepareOptions", "default_out", "merge", "prepare", "show", "verify", "write_json"]
 
-ENDINGS = {".gz", ".bgz", ".bz2", ".xz", ".zst", ".fasta", ".fa", ".faa", ".fna", ".ffn", ".fastq", ".fq", ".gb", ".gbk", ".embl", ".dat", ".txt"}
+ENDINGS = set(".gz .bgz .bz2 .xz .zst .fasta .fa .faa .fna .ffn .fastq .fq .gb .gbk .embl .dat .txt".split())
 
 
 def default_out(names: list[str], out: str | None) -> Path:
@@ -25,7 +25,9 @@ def default_out(names: list[str], out: str | None) -> Path:
     return Path("data") / stem.name
 
 
-def prepare(names: list[str], out: str | None, options: PrepareOptions, *, workers: int, resume: bool, part: str | None, dry_run: bool) -> dict:
+def prepare(
+    names: list[str], out: str | None, options: PrepareOptions, *, workers: int, resume: bool, part: str | None, dry_run: bool
+) -> dict:
     """Prepare inputs with a progress bar. Raises RequestError, RunError."""
     if not names:
         raise RequestError("bmoe prepare needs an input: a FASTA file, a folder, or - for standard input")
@@ -61,7 +63,8 @@ def show(results: dict) -> None:
     if results.get("already_prepared"):
         console.note(f"{results['directory']} is already prepared from these inputs with these options")
     if "records_read" not in results:
-        rows = [(key, f"{value:,}" if isinstance(value, int) else str(value)) for key, value in results.items() if not isinstance(value, dict)]
+        plain = {key: value for key, value in results.items() if not isinstance(value, dict)}
+        rows = [(key, f"{value:,}" if isinstance(value, int) else str(value)) for key, value in plain.items()]
         console.show(console.settings_table("checked" if "files" in results else "merged", rows))
         return
     rows = [("records read", f"{results['records_read']:,}"), ("records kept", f"{results['records_kept']:,}")]

@@ -11,18 +11,24 @@ from rich.table import Table
 
 from bmoe import console
 from bmoe import recipe as recipes
+from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import perplexity, routing
+from bmoe.interop.upcycle import initial_weights
 from bmoe.jobs.common import ensure_data, open_split
 from bmoe.model import counts
 from bmoe.model.transformer import Transformer
+from bmoe.parallel.launch import on_first
 from bmoe.parallel.world import World
+from bmoe.precision.emulate import emulate
 from bmoe.recipe import Recipe
 from bmoe.reports.training import write_training_report
 from bmoe.training import checkpoint, setup, state
-from bmoe.training.loop import Limits, Outcome, Trainer
+from bmoe.training.loop import Outcome, Trainer
 from bmoe.training.metrics import MetricsLog
 from bmoe.training.optimizer import AdamW
+from bmoe.training.stopping import Limits
+from bmoe.training.tracking import Trackers
 
 RESUMABLE = ("training.steps", "logging.", "checkpoint.", "parallel.", "backend.", "data.path")  # may differ on --resume
 
@@ -63,42 +69,74 @@ def check_same(folder: Path, recipe: Recipe) -> None:
         raise RequestError(f"--resume: the recipe differs from {saved} in {', '.join(keys)}; use that recipe, or --out for a new run")
 
 
-def train(recipe: Recipe, *, out: str | None, resume: bool, device: torch.device, limits: Limits) -> tuple[Outcome, Path, dict]:
-    """Train a recipe on one process: data if needed, training, report. Returns how it ended, the folder, the last metrics."""
-    world = World(device)
-    folder = run_folder(recipe, out, resume)
+def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits: Limits) -> tuple[Outcome, Path, dict]:
+    """Train a recipe: data if needed, training, report. Every rank of `world` calls it.
+
+    Returns how it ended, the folder, the last record of the metrics. Raises RequestError, RunError.
+    """
     resolved, reasons = setup.resolve(recipe, world)
-    data = ensure_data(resolved)
-    resolved = resolved.model_copy(update={"data": resolved.data.model_copy(update={"path": str(data.resolve())})})
+    world = world.arrange(resolved.parallel)
+    folder, data = on_first(world, lambda: begin(resolved, reasons, out, resume))
+    resolved = recipes.load(folder / "recipe.yaml")
     shards, valid = open_split(resolved, data, "train"), open_split(resolved, data, "valid")
-    check_same(folder, resolved)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(recipes.dump(resolved, reasons))
 
-    model = setup.build_model(resolved, shards.alphabet, device)
-    optimizer = setup.build_optimizer(model, resolved, world)
-    progress = restore_run(folder, model, optimizer, device) if resume else state.Progress()
-    MetricsLog(folder / "metrics.jsonl").cut_back(progress.step)
-    if resolved.backend.compile:
-        for block in model.blocks:
-            block.compile()
-
+    model, optimizer = build(resolved, shards.alphabet, world)
+    newest = checkpoint.resume_point(folder, world) if resume else None
+    progress = state.load_state(newest, model, optimizer) if newest else state.Progress()
+    if world.rank == 0:
+        MetricsLog(folder / "metrics.jsonl").cut_back(progress.step)
     latest: list[perplexity.Perplexity] = []
 
     def validate() -> dict:
-        latest[:] = [perplexity.evaluate(model, valid, resolved, device=device)]
+        latest[:] = [perplexity.evaluate(
+            model, valid, resolved, device=world.device, rank=world.rank, world=world.size, reduce=world.sum
+        )]
         return latest[0].metrics()
 
-    with console.TrainingView(resolved.name, resolved.training.steps, progress.step) as view, signals_to(limits):
-        if progress.step:
-            view.note(f"resuming {folder} after step {progress.step:,}")
-        mfu = utilisation(resolved, shards.alphabet.size, device, world.size)
-        trainer = Trainer(resolved, folder, shards, model, optimizer, world, progress, view, validate, mfu)
+    view = console.TrainingView(resolved.name, resolved.training.steps, progress.step, shown=world.rank == 0)
+    with view, Trackers(resolved, folder, view, world.rank == 0) as observer, signals_to(limits):
+        if newest:
+            observer.note(f"resuming {folder} after step {progress.step:,}" + other_facts(newest, world))
+        mfu = utilisation(resolved, shards.alphabet.size, world.device, world.size)
+        trainer = Trainer(resolved, folder, shards, model, optimizer, world, progress, observer, validate, mfu)
         outcome = trainer.run(limits)
-    if latest:
-        write_evaluation(folder, latest[0], model.moe_layers)
-    write_training_report(folder)
-    return outcome, folder, trainer.log.read()[-1]
+    if world.rank == 0:
+        if latest:
+            write_evaluation(folder, latest[0], model.moe_layers)
+        write_training_report(folder)
+    records = trainer.log.read()
+    return outcome, folder, records[-1] if records else {}
+
+
+def begin(resolved: Recipe, reasons: dict[str, str], out: str | None, resume: bool) -> tuple[Path, Path]:
+    """On one rank: the run's folder with its recipe.yaml, and the folder of the data. Raises RequestError."""
+    folder = run_folder(resolved, out, resume)
+    data = ensure_data(resolved)
+    for split in ("train", "valid"):
+        open_split(resolved, data, split)
+    resolved = resolved.model_copy(update={"data": resolved.data.model_copy(update={"path": str(data.resolve())})})
+    check_same(folder, resolved)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "recipe.partial"
+    partial.write_text(recipes.dump(resolved, reasons))
+    partial.replace(folder / "recipe.yaml")
+    return folder, data
+
+
+def build(resolved: Recipe, letters: Alphabet, world: World) -> tuple[Transformer, AdamW]:
+    """Model and optimizer of a resolved recipe on `world`: filled, emulated, spread over the ranks, compiled, as it says."""
+    model = setup.build_model(resolved, letters, world.device)
+    if resolved.model.init_from:
+        weights = initial_weights(resolved.model.init_from, resolved.model, letters.size, resolved.seed)
+        model.load_state_dict(weights)
+    if resolved.precision.emulate:
+        emulate(model, resolved.precision)
+    setup.distribute(model, resolved, world)
+    optimizer = setup.build_optimizer(model, resolved, world)
+    if resolved.backend.compile:
+        for block in model.blocks:
+            block.compile()
+    return model, optimizer
 
 
 def write_evaluation(folder: Path, held_out: perplexity.Perplexity, moe_layers: list[int]) -> None:
@@ -109,20 +147,12 @@ def write_evaluation(folder: Path, held_out: perplexity.Perplexity, moe_layers: 
     (folder / "evaluation.json").write_text(json.dumps({"command": "train", "results": results}, indent=1) + "\n")
 
 
-def restore_run(folder: Path, model: Transformer, optimizer: AdamW, device: torch.device) -> state.Progress:
-    """Load the newest whole checkpoint of a run, if there is one."""
-    newest = checkpoint.newest_whole(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
-    if newest is None:
-        return state.Progress()
+def other_facts(newest: Path, world: World) -> str:
+    """What differs from the machine that wrote a checkpoint, as the end of a sentence; empty if the run goes on bit for bit."""
     meta = checkpoint.read_meta(newest)
-    facts = checkpoint.torch_facts(device)
+    facts = {**checkpoint.torch_facts(world.device), "world": world.size}
     changed = [f"{k} {meta.get(k)} -> {v}" for k, v in facts.items() if meta.get(k) != v]
-    if changed:
-        console.note(f"the checkpoint was written with other {', '.join(changed)}: the run goes on equal to rounding, not bit for bit")
-    tensors = state.all_tensors(model, optimizer)
-    checkpoint.load(newest, tensors)
-    state.restore(model, optimizer, tensors, meta["step"])
-    return state.Progress.from_meta(meta)
+    return f"; with other {', '.join(changed)} it goes on equal to rounding, not bit for bit" if changed else ""
 
 
 def utilisation(recipe: Recipe, vocabulary: int, device: torch.device, size: int) -> Callable[[list[int], float], float | None]:

@@ -1,0 +1,71 @@
+"""`bmoe train --dry-run`: what would run, how large it is and where it fits, from the recipe alone; needs no hardware."""
+
+from rich.console import Group
+from rich.table import Table
+
+from bmoe import console, profiling
+from bmoe.data.alphabet import alphabet
+from bmoe.data.shards import MANIFEST
+from bmoe.errors import RequestError
+from bmoe.jobs.common import shard_folder
+from bmoe.model import counts
+from bmoe.recipe import Recipe
+
+
+def dry_run(recipe: Recipe, world: int, chip: str | None) -> tuple[dict, Group]:
+    """Results for --json and what to show. Raises RequestError if the recipe does not divide over `world` ranks."""
+    slots = recipe.data.tokens_per_batch * world
+    if recipe.training.tokens_per_step % slots:
+        raise RequestError(
+            f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x --world = "
+            f"{recipe.data.tokens_per_batch} x {world}"
+        )
+    folder = shard_folder(recipe)
+    letters = alphabet(recipe.data.alphabet, folder)
+    parameters = counts.parameters(recipe.model, letters.size)
+    estimate = profiling.estimate(recipe, world, chip)
+    mean = recipe.data.max_length  # tokens of a full-length sequence, the dearest case for attention
+    pairs = mean if recipe.model.kind == "encoder" else (mean + 1) / 2
+    flops = counts.training_flops(recipe.model, letters.size, 1.0, float(pairs))
+    prepared = (folder / MANIFEST).is_file()
+    results = {
+        "parameters": parameters.total, "active_parameters": parameters.active,
+        "tokens_per_step": recipe.training.tokens_per_step, "batches_per_rank": recipe.training.tokens_per_step // slots,
+        "flops_per_token": flops, "data_prepared": prepared, **estimate,
+    }
+    rows = [
+        ("recipe", f"{recipe.name}: {recipe.model.kind} of {recipe.model.layers} layers x {recipe.model.width}"),
+        ("parameters", f"{parameters.total:,} ({parameters.active:,} active per token)"),
+        ("tokens per step", f"{recipe.training.tokens_per_step:,} = {recipe.data.tokens_per_batch:,} x {world} ranks x "
+                            f"{results['batches_per_rank']} batches"),
+        ("steps", f"{recipe.training.steps:,}: {recipe.training.steps * recipe.training.tokens_per_step:.3g} tokens"),
+        ("FLOPs per token", f"{flops:.3g} forward and backward, at sequences of {mean:,} tokens"),
+        ("data", f"{folder} is prepared" if prepared else _not_prepared(recipe)),
+        ("precision", f"{recipe.precision.kind}{' (emulated)' if recipe.precision.emulate else ''}"),
+        ("backend", f"experts {recipe.backend.experts}, attention {recipe.backend.attention}, compile {recipe.backend.compile}"),
+    ]
+    memory = Table(title="memory of one rank, GiB (from shapes)", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in estimate["memory"]:
+        memory.add_column(name, justify="right")
+    memory.add_row(*(f"{value:.2f}" for value in estimate["memory"].values()))
+    return results, Group(console.settings_table("dry run", rows), memory, _chips(estimate["predicted"]))
+
+
+def _not_prepared(recipe: Recipe) -> str:
+    if recipe.data.fasta:
+        return f"{recipe.data.fasta} would be prepared into {recipe.data.path}"
+    return f"{recipe.data.path} is not prepared yet: run bmoe prepare first"
+
+
+def _chips(predicted: dict[str, dict]) -> Table:
+    table = Table(title="predicted from shapes, not measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("chip", "fits", "step s", "tokens/s", "MFU", "largest tokens_per_batch"):
+        table.add_column(name, justify="left" if name == "chip" else "right")
+    for name, entry in predicted.items():
+        table.add_row(
+            name, "yes" if entry["fits"] else "no", f"{entry['step_s']:.3f}", f"{entry['tokens_per_s']:,.0f}", f"{entry['mfu']:.1%}",
+            f"{entry['largest_tokens_per_batch']:,}",
+        )
+        for advice in entry["advice"]:
+            table.add_row("", advice)
+    return table

@@ -1,0 +1,31 @@
+"""`bmoe profile`: what a recipe costs on this machine, in the precision asked for."""
+
+import torch
+
+from bmoe import profiling
+from bmoe.data.alphabet import alphabet
+from bmoe.jobs import train
+from bmoe.jobs.common import shard_folder
+from bmoe.parallel.world import World
+from bmoe.recipe import Recipe
+from bmoe.training import setup
+
+FLAGSHIP = "esm2_moe"
+
+
+def build(recipe: Recipe, device: torch.device) -> profiling.Subject:
+    """A resolved recipe's model and optimizer on one device, as training would build them."""
+    world = World(device)
+    one = recipe.parallel.model_copy(update={"data_replicate": 1, "data_shard": 1, "expert": 1})
+    resolved, _ = setup.resolve(recipe.model_copy(update={"parallel": one}), world)
+    model, optimizer = train.build(resolved, alphabet(resolved.data.alphabet, shard_folder(resolved)), world)
+    return profiling.Subject(resolved, model, optimizer)
+
+
+def profile(
+    recipe: Recipe, *, device: torch.device, precision: str | None, experts: str | None, baseline: str | None, steps: int, trace: str | None
+) -> dict:
+    """The results of a profile."""
+    return profiling.profile(
+        recipe, build, device=device, precision=precision, experts=experts, baseline=baseline, steps=steps, trace=trace
+    )

@@ -1,0 +1,59 @@
+"""How `bmoe train` starts: in this process, as one rank of a launcher's, or by starting the ranks itself."""
+
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bmoe import console
+from bmoe.errors import RequestError
+from bmoe.jobs import train
+from bmoe.jobs.common import choose_device, write_json
+from bmoe.parallel import launch
+from bmoe.recipe import Recipe
+from bmoe.training.stopping import Limits
+
+__all__ = ["Limits", "Request", "start"]
+
+
+class Request(NamedTuple):
+    """The command line of `bmoe train`, as far as it decides where and how to run."""
+
+    arguments: list[str]
+    gpus: int | None
+    device: str | None
+    procs: int | None
+    out: str | None
+    resume: bool
+    json: str | None
+
+
+def start(recipe: Recipe, request: Request, limits: Limits) -> int:
+    """Train, and return the exit code. Raises RequestError, RunError."""
+    if request.procs and request.device != "cpu":
+        raise RequestError("--procs is the number of processes on the CPU; give --device cpu with it, or --gpus")
+    if request.gpus and request.device == "cpu":
+        raise RequestError("--gpus and --device cpu exclude each other; leave one out")
+    here = launch.place()
+    device, line = choose_device(request.device, request.gpus)
+    ranks = request.procs or 1
+    if device.type == "cuda":
+        ranks = request.gpus or torch.cuda.device_count()
+    if here is None and ranks > 1:
+        console.note(f"{line.replace('running on', 'starting', 1)}: {ranks} ranks")
+        code, reason = launch.run(request.arguments, ranks, Path(request.out or Path("runs") / recipe.name).with_suffix(".logs"))
+        if reason:
+            console.error(reason)
+        return code
+    if here is None or here.rank == 0:
+        console.note(line)
+    world = launch.world_from_environment(device.type)
+    with launch.rank_of(world):
+        outcome, folder, metrics = train.train(recipe, world, out=request.out, resume=request.resume, limits=limits)
+    if world.rank == 0:
+        write_json(request.json, "train", recipe, {"run": str(folder), **metrics})
+        console.show(train.training_summary(outcome, folder, metrics))
+    if outcome.signal:
+        return 130 if outcome.signal == signal.SIGINT else 75
+    return 0
