@@ -52,7 +52,7 @@ class Totals:
     dropped: dict[str, int] = field(default_factory=dict)
     letters: dict[str, int] = field(default_factory=dict)
     noted: dict[str, int] = field(default_factory=dict)
-    open_kept: bool = False  # the record that a fragment left open has a sequence in the shards
+    open: dict[str, int] = field(default_factory=dict)  # of the record that a fragment left open: its parts, those kept, dropped
     sequences: list[int] = field(default_factory=lambda: [0] * len(SPLITS))
     residues: list[int] = field(default_factory=lambda: [0] * len(SPLITS))
     shard: list[dict] = field(default_factory=lambda: [{"number": 0, "sequences": 0, "tokens": 0, "headers": 0, "runs": 0} for _ in SPLITS])
@@ -84,7 +84,7 @@ class Ledger:
         totals.records_read += summary.records
         for mine, theirs in ((totals.dropped, summary.dropped), (totals.letters, summary.letters)):
             for what, number in theirs.items():
-                mine[what] = mine.get(what, 0) + number
+                self._count(mine, what, number)
         duplicates = np.zeros(0, np.int64)
         new = np.ones(summary.hash.size, bool)
         if self.seen is not None and summary.hash.size:
@@ -106,27 +106,30 @@ class Ledger:
 
     def _count_duplicates(self, summary: Summary, new: np.ndarray) -> None:
         """A record is a duplicate when all its sequences are; duplicate parts of other records are counted apart."""
-        totals = self.totals
-        if new.all() and not (summary.continued or summary.open):
-            return
-        records = int(summary.record[-1]) + 1 if summary.record.size else 0
-        parts = np.bincount(summary.record, minlength=records)
-        fresh = np.bincount(summary.record[new], minlength=records)
-        gone = int(np.count_nonzero((parts > 0) & (fresh == 0)))
-        partly = int(np.sum(parts[fresh > 0] - fresh[fresh > 0]))
         if summary.continued or summary.open:
-            totals.open_kept |= bool(new.any())
-            lost = 0
-            if not summary.open:
-                lost = 0 if totals.open_kept else 1
-                totals.open_kept = False
-            partly, gone = int(np.count_nonzero(~new)), 0
-            if lost:
-                totals.dropped["duplicate"] = totals.dropped.get("duplicate", 0) + lost
-        if gone:
-            totals.dropped["duplicate"] = totals.dropped.get("duplicate", 0) + gone
-        if partly:
-            totals.letters["parts_duplicate"] = totals.letters.get("parts_duplicate", 0) + partly
+            return self._count_fragment(summary, new)
+        if new.all():
+            return
+        parts = np.bincount(summary.record)
+        fresh = np.bincount(summary.record[new], minlength=parts.size)
+        self._count(self.totals.dropped, "duplicate", int(np.count_nonzero((parts > 0) & (fresh == 0))))
+        self._count(self.totals.letters, "parts_duplicate", int(np.sum(parts[fresh > 0] - fresh[fresh > 0])))
+
+    def _count_fragment(self, summary: Summary, new: np.ndarray) -> None:
+        """The same for a record in fragments: known at its last one."""
+        totals = self.totals
+        if not summary.continued:
+            totals.open = {"parts": 0, "kept": 0, "dropped": sum(summary.dropped.values())}
+        totals.open["parts"] += new.size
+        totals.open["kept"] += int(np.count_nonzero(new))
+        self._count(totals.letters, "parts_duplicate", int(np.count_nonzero(~new)))
+        if not summary.open and not totals.open["kept"] and not totals.open["dropped"]:
+            self._count(totals.dropped, "duplicate" if totals.open["parts"] else "too_short", 1)
+
+    @staticmethod
+    def _count(counts: dict[str, int], what: str, number: int) -> None:
+        if number:
+            counts[what] = counts.get(what, 0) + number
 
     def _place(self, split: int, rows: np.ndarray, summary: Summary) -> list[Write]:
         """Assign places to the sequences `rows` of a split, opening a new shard when one is full."""
@@ -205,7 +208,7 @@ class Ledger:
 
     def text_before(self, source: str, lines: int) -> None:
         """Note text before the first record of an input."""
-        self.totals.letters["text_lines_before_first_record"] = self.totals.letters.get("text_lines_before_first_record", 0) + lines
+        self._count(self.totals.letters, "text_lines_before_first_record", lines)
         self._append(self.out / (LOG + PARTIAL), f"{source}:1:\ttext_before_first_record\t{lines}\n".encode())
 
     def end_log(self) -> None:

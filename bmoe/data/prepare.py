@@ -31,6 +31,7 @@ from bmoe.errors import RequestError, RunError
 __all__ = ["PrepareOptions", "Progress", "merge", "prepare", "verify"]
 
 JOURNAL_S = 2.0  # seconds between journals
+SHOWN_S = 0.1  # seconds between reports of progress
 DRY_RUN = 100_000_000  # bytes of input read by a dry run
 
 
@@ -260,7 +261,7 @@ class _Run:
             if task.last and not self.source_records and self.source_text and (self.part is None or task.begin == 0):
                 raise RequestError(f"{self._name(task.source)} has no FASTA record: none of its lines begins with >")
         now = time.monotonic()
-        if now - self.shown > 0.1:
+        if now - self.shown > SHOWN_S:
             self.shown = now
             self._show("read")
         if now - self.saved > JOURNAL_S and not (task.piece is not None and task.piece.open):
