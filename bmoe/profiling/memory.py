@@ -13,7 +13,7 @@ Legend: T token slots, D width, F expert width, C = 2F or F, E experts, K top-k,
 
 from bmoe.model.layers import default_ffn_width
 from bmoe.profiling.chips import Chip
-from bmoe.profiling.work import Load, parameters
+from bmoe.profiling.work import Load, layout, parameters
 from bmoe.recipe import Recipe
 
 GIB = 2**30
@@ -71,10 +71,10 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1) -> 
     if backend.experts == "auto":
         update["experts"] = {"bf16": "triton", "fp32": "grouped"}.get(recipe.precision.kind, "te")
     recipe = recipe.model_copy(update={"backend": backend.model_copy(update=update)})
-    model, par = recipe.model, recipe.parallel
+    model = recipe.model
     p = parameters(model, vocabulary)
-    shard = max(1, world // (par.data_replicate * par.expert)) if par.data_shard == "auto" else par.data_shard
-    ranks = shard * par.expert
+    _, shard, expert = layout(recipe.parallel, world)
+    ranks = shard * expert
     low, wide = (p.dense + p.experts) / ranks, p.wide / ranks
     fp32 = recipe.precision.kind == "fp32"
     b = 4 if fp32 else 2
@@ -95,12 +95,12 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1) -> 
     gates = 2 if model.ffn == "swiglu" else 1
     one_block = max(full - some for some, full in block.values()) + rows * ((gates + 2) * hidden + 2 * model.width) * b
     largest = p.experts / max(1, model.layers - dense_layers) if model.moe else p.dense / model.layers
-    gathered = 2 * (p.dense / model.layers + largest / par.expert) * b if ranks > par.expert else 0.0
-    gradients_alive = largest / par.expert * b if sums else b * low + 4 * wide
+    gathered = 2 * (p.dense / model.layers + largest / expert) * b if shard > 1 else 0.0
+    gradients_alive = largest / expert * b if sums else b * low + 4 * wide
     end_of_forward = kept + head
     # Gradients appear while activations go, both about linearly, so the larger end decides.
     end_of_backward = kept / model.layers + gradients_alive
-    workspace = one_block + gathered + (largest / par.expert * b if sums else 0.0)
+    workspace = one_block + gathered + (largest / expert * b if sums else 0.0)
     static = weights + optimizer + sums
     gradients = sums + (4 * wide if sums else gradients_alive)
     peak = static + max(end_of_forward, end_of_backward) + workspace

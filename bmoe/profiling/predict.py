@@ -11,7 +11,7 @@ at hand: numbers for B200 and GB200 are this model at their published peaks, not
 from dataclasses import asdict, dataclass
 
 from bmoe.profiling.chips import Chip
-from bmoe.profiling.work import Load, Part, Work, batch_parts, model_flops, parameters
+from bmoe.profiling.work import Load, Part, Work, batch_parts, layout, model_flops, parameters
 from bmoe.recipe import Recipe
 
 LOW = ("fp8_current", "fp8_block", "fp8_delayed", "mxfp8")
@@ -85,14 +85,17 @@ def _low_gemm(model, load: Load, name: str, work: Work, chip: Chip, e: Efficienc
     return _seconds(work._replace(bytes=work.bytes / 2, kernels=work.kernels * 3), chip.fp8 * e.low_gemm, chip, e) + rounding
 
 
-def optimizer_work(recipe: Recipe, vocabulary: int, ranks_of_dense: int, ranks_of_experts: int) -> Work:
-    """One optimizer step of one rank: norm and update. bf16 weights with split masters move 26 bytes (18 with bf16 moments)."""
+def optimizer_work(recipe: Recipe, vocabulary: int, ranks: int) -> Work:
+    """One optimizer step of one of the `ranks` that share a model: norm and update.
+
+    bf16 weights with split masters move 26 bytes a parameter (18 with bf16 moments).
+    """
     p = parameters(recipe.model, vocabulary)
-    low = p.dense / ranks_of_dense + p.experts / ranks_of_experts
+    low, wide = (p.dense + p.experts) / ranks, p.wide / ranks
     moments = 8 if recipe.optimizer.state_dtype == "fp32" else 4
     if recipe.precision.kind == "fp32":
-        return Work(0, (low + p.wide / ranks_of_dense) * (4 + 12 + 2 * moments), 4 * recipe.model.layers)
-    return Work(0, low * (2 + 10 + 2 * moments) + p.wide / ranks_of_dense * (4 + 12 + 2 * moments), 4 * recipe.model.layers)
+        return Work(0, (low + wide) * (4 + 12 + 2 * moments), 4 * recipe.model.layers)
+    return Work(0, low * (2 + 10 + 2 * moments) + wide * (4 + 12 + 2 * moments), 4 * recipe.model.layers)
 
 
 def accumulation_work(recipe: Recipe, vocabulary: int) -> Work:
@@ -107,14 +110,13 @@ def communication(recipe: Recipe, vocabulary: int, load: Load, world: int, chip:
     Sharded parameters are gathered in forward and backward and their gradients scattered (bf16; 3 x bytes x (n-1)/n).
     Expert parallelism sends each routed row to its expert and back, in both passes: 4 x N x D x 2 bytes x (e-1)/e.
     """
-    p, par = parameters(recipe.model, vocabulary), recipe.parallel
-    expert = par.expert
-    shard = world // (par.data_replicate * expert) if par.data_shard == "auto" else par.data_shard
-    ranks = max(1, shard * expert)
+    p = parameters(recipe.model, vocabulary)
+    _, shard, expert = layout(recipe.parallel, world)
+    ranks = shard * expert
     b = 4 if recipe.precision.kind == "fp32" else 2
     moe = recipe.model.moe
     experts_here = p.experts / expert
-    sharded = 3 * b * ((p.dense + p.wide) * (ranks - 1) / ranks + experts_here * (max(shard, 1) - 1) / max(shard, 1))
+    sharded = 3 * b * ((p.dense + p.wide) * (ranks - 1) / ranks + experts_here * (shard - 1) / shard)
     layers = recipe.model.layers - (moe.dense_layers if moe else recipe.model.layers)
     tokens = 4.0 * layers * load.real * (moe.top_k if moe else 0) * recipe.model.width * b * (expert - 1) / expert
     link = chip.nvlink / 2 if world <= chip.domain else chip.network
@@ -132,10 +134,9 @@ def step(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, world: int = 1
     parts = part_seconds(recipe, vocabulary, load, chip, e)
     compute_s = sum(part["seconds"] for part in parts.values())
     batches = max(1, recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world))
-    par = recipe.parallel
-    shard = world // (par.data_replicate * par.expert) if par.data_shard == "auto" else par.data_shard
-    ranks = max(1, shard * par.expert)
-    optimizer_s = _seconds(optimizer_work(recipe, vocabulary, ranks, ranks), chip.bf16, chip, e)
+    split = layout(recipe.parallel, world)
+    ranks = split.shard * split.expert
+    optimizer_s = _seconds(optimizer_work(recipe, vocabulary, ranks), chip.bf16, chip, e)
     accumulate_s = 0.0
     if batches > 1 and recipe.precision.kind != "fp32":
         accumulate_s = _seconds(accumulation_work(recipe, vocabulary).times(1 / ranks), chip.bf16, chip, e)

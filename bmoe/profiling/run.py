@@ -75,9 +75,9 @@ def _whole_step(small: Recipe, recipe: Recipe, steps: Steps, parts: dict, vocabu
     weights = sum(parameters(recipe.model, vocabulary)) / sum(parameters(small.model, vocabulary))
     here = small.training.tokens_per_step // small.data.tokens_per_batch
     batches = max(1, recipe.training.tokens_per_step // recipe.data.tokens_per_batch)
-    marked = sum(p["seconds"] for n, p in parts.items() if n != "optimizer") * here + parts["optimizer"]["seconds"] + steps.wait_s
+    marked = sum(p["seconds"] for n, p in parts.items() if n != "optimizer") * here + parts["optimizer"]["seconds"]
     compiled = bool(small.backend.compile)
-    scale = 1.0 if compiled else steps.middle / marked
+    scale = 1.0 if compiled else (steps.middle - steps.wait_s) / marked
     optimizer_s = parts["optimizer"]["seconds"] * scale
     batch_s = (steps.middle - optimizer_s - steps.wait_s) / here
     share = {n: p["seconds"] for n, p in parts.items() if n != "optimizer"}

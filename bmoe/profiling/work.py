@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from bmoe.model import counts
 from bmoe.model.layers import default_ffn_width
-from bmoe.recipe import ModelSection
+from bmoe.recipe import ModelSection, ParallelSection
 
 FLASH_BACKWARD = 2.5  # backward of flash attention over its forward: five products instead of two (Dao 2023)
 
@@ -148,6 +148,22 @@ def parameters(model: ModelSection, vocabulary: int) -> Parameters:
     gates = 2 if model.ffn == "swiglu" else 1
     experts = (model.layers - moe.dense_layers) * moe.experts * (gates + 1) * model.width * moe.expert_width if moe else 0
     return Parameters(count.total - count.wide - experts, experts, count.wide)
+
+
+class Layout(NamedTuple):
+    """How `world` GPUs share a model: whole copies, ranks that share parameters, ranks that share experts."""
+
+    replicate: int
+    shard: int
+    expert: int
+
+
+def layout(parallel: ParallelSection, world: int) -> Layout:
+    """The recipe's layout on `world` GPUs; where it does not divide them (a smaller `world`), all share everything."""
+    fixed = parallel.data_replicate * parallel.expert
+    if world % fixed or (parallel.data_shard != "auto" and fixed * parallel.data_shard != world):
+        return Layout(1, world, 1)
+    return Layout(parallel.data_replicate, world // fixed, parallel.expert)
 
 
 def model_flops(model: ModelSection, vocabulary: int, load: Load) -> float:

@@ -46,8 +46,8 @@ def test_time_goes_where_the_work_is(recipe_of, build):
     for width in (32, 2048):
         recipe = recipe_of(model={"moe": {"experts": 4, "expert_width": width}}, backend={"experts": "grouped"})
         subject, shards = build(recipe, CPU), SyntheticShards(recipe)
-        marked_step(subject, shards)
-        seconds = marked_step(subject, shards).seconds()
+        runs = [marked_step(subject, shards).seconds() for _ in range(5)]
+        seconds = {key: min(run[key] for run in runs) for key in runs[0]}  # a busy machine disturbs some runs
         share = {
             phase: sum(s for (part, p), s in seconds.items() if p == phase and "gemm" in part)
             / sum(s for (part, p), s in seconds.items() if p == phase and part != "optimizer")
