@@ -61,6 +61,7 @@ def _decoder(kind: str, name: str) -> tuple[Callable, tuple[type[Exception], ...
         return bz2.BZ2Decompressor, (OSError, ValueError)
     if kind == "xz":
         return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), (lzma.LZMAError,)
+    assert kind == "zstd", kind
     try:
         import zstandard  # optional: the extra `zstd`
     except ImportError:

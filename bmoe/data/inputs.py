@@ -205,8 +205,8 @@ def stream(source: Source) -> tuple[Hashing, Iterator[bytes]]:
 def _chunks(raw: Hashing, source: Source, file: BinaryIO) -> Iterator[bytes]:
     name = "stdin" if source.name == STDIN else source.name
     try:
-        if source.kind != "stdin":
-            yield from compression.decompressed(raw, source.kind, name)
+        if source.kind not in ("stdin", "plain"):
+            yield from compression.decompressed(raw, "gzip" if source.kind == "bgzf" else source.kind, name)
             return
         head = raw.read(compression.CHUNK)
         kind = compression.kind_of(head)
