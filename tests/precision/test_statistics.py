@@ -1,0 +1,77 @@
+"""Statistics of rounding: hand-made tensors with known underflow and saturation, and a step that is not disturbed."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from bmoe.model.experts import build_experts
+from bmoe.precision.emulate import emulate
+from bmoe.precision.statistics import BINS, TENSORS, recording, shares, sums
+from bmoe.recipe import PrecisionSection
+
+
+def test_underflow_by_hand():
+    x = torch.zeros(1, 32)
+    # The block's scale is 2^-8 x 1.75 -> 2^-8 (amax 1: 1/448 rounds up to 2^-8); the smallest code is 2^-9 of it, so 2^-17,
+    # and what is below half of that becomes 0.
+    x[0, :4] = torch.tensor([1.0, 2.0**-17, 2.0**-19, -(2.0**-20)])
+    total = sums(x, "mxfp8", "input_1")
+    assert total[0] == 4 and shares(total)["underflow"] == 0.5 and shares(total)["saturation"] == 0.0
+    assert total[5:].sum() == 1 and total[5 + (-8 + 128) // 16] == 1
+
+
+def test_saturation_beside_an_infinity():
+    x = torch.zeros(1, 128)
+    x[0, :5] = torch.tensor([torch.inf, 1000.0, 460.0, 400.0, -2000.0])  # scale 1: beyond 464 is cut, 460 rounds to 448
+    found = shares(sums(x, "fp8_block", "input_1"))
+    assert found["saturation"] == 0.5 and math.isfinite(found["error"])
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
+def test_error_of_normal_values_is_that_of_the_mantissa(kind):
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    found = shares(sums(x, kind, "input_1"))
+    assert 0.02 < found["error"] < 0.03 and found["underflow"] < 0.01  # uniform within steps of 1/8: 0.026
+    if kind == "fp8_current":
+        assert 1.8 < shares(sums(x, kind, "gradient_1"))["error"] / found["error"] < 2.2  # one bit less
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"experts": build_experts("grouped", 4, 64, 32)}) for _ in range(3))
+
+    def forward(self, x, ids, weights):
+        for block in self.blocks:
+            x = x + block["experts"](x, ids, weights)
+        return x
+
+
+def test_a_recorded_step_is_the_same_step():
+    model = Toy()
+    emulate(model, PrecisionSection(kind="mxfp8", emulate=True, high_precision_layers={"first": 1}))
+    products = [block["experts"].matmul for block in model.blocks]
+    g = torch.Generator().manual_seed(0)
+    x, ids = torch.randn(40, 64, generator=g), torch.randint(0, 5, (40, 2), generator=g)
+    weights = torch.rand(40, 2, generator=g)
+    gradients = []
+    for watch in (False, True):
+        model.zero_grad()
+        if watch:
+            with recording(model) as recorder:
+                model(x, ids, weights).square().sum().backward()
+        else:
+            model(x, ids, weights).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+    assert [block["experts"].matmul for block in model.blocks] == products
+    metrics = recorder.metrics()
+    assert set(metrics) == set(TENSORS)
+    for tensor in metrics.values():
+        for key in ("underflow", "saturation", "error"):
+            assert tensor[key][0] is None and all(0 <= value < 0.2 for value in tensor[key][1:])
+        assert len(tensor["scales"]) == BINS and sum(tensor["scales"]) > 0
+    assert sum(metrics["weight_1"]["scales"]) == 2 * 4 * 64 * 64 / 32  # 2 layers x 4 experts x 64 x 64 weights in 32s
