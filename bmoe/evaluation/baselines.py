@@ -10,7 +10,10 @@ Legend: V vocabulary, M targets, T token slots.
 import numpy as np
 
 from bmoe.data.alphabet import Alphabet
+from bmoe.data.loader import validation_batches
 from bmoe.data.packing import NO_TARGET, Batch
+from bmoe.data.shards import Shards
+from bmoe.recipe import Recipe
 
 FARTHEST = 64  # beyond so many slots a first-order chain has forgotten its neighbour
 
@@ -34,6 +37,11 @@ def unigram_nats(composition_V: np.ndarray, letters: Alphabet, mask_token: float
     posterior_VV = joint_VV / np.where(shown_V > 0, shown_V, 1.0)[:, None]
     visible_VV = -np.log(np.where(posterior_VV > 0, posterior_VV, 1.0))
     return mask_token * nats_V + kept * np.diag(visible_VV) + random_token * (random_V @ visible_VV)
+
+
+def bigram(shards: Shards, recipe: Recipe, budget: int | None) -> float:
+    """Bigram perplexity on the very targets of `perplexity.evaluate` with the same budget (MLM: fully masked)."""
+    return bigram_perplexity(list(validation_batches(shards, recipe, budget, True)), shards.alphabet, recipe.objective.kind == "clm")
 
 
 def transitions(batches: list[Batch], size: int, causal: bool) -> np.ndarray:

@@ -36,15 +36,14 @@ SHOWN = 3  # chains whose maps are handed out for the report
 def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str | Path, device: torch.device) -> dict:
     """Cross-validated contact precision on the chains of a folder.
 
-    Returns chains, families, skipped (longer than the model was trained for), per range p_at_l, p_at_l2, p_at_l5 with 95 %
+    Returns chains, families, longer_than_trained (chains beyond `data.max_length`), per range p_at_l, p_at_l2, p_at_l5 with 95 %
     bootstrap intervals over families and the baseline of each, per_chain, and `maps` of some chains for a picture.
     RequestError for a model that reads no proteins, fewer than two families, or a missing scikit-learn.
     """
     if letters.name != "protein":
         raise RequestError(f"contacts are of proteins, and this model reads {letters.name}")
     linear = science("sklearn.linear_model", "contact prediction")
-    found = read_chains(directory)
-    chains = [chain for chain in found if len(chain.sequence) + 2 <= recipe.data.max_length]
+    chains = read_chains(directory)
     family = families([chain.sequence for chain in chains])
     if len(set(family)) < 2:
         raise RequestError(f"{directory}: cross-validation over families needs chains of two families, and there are {len(set(family))}")
@@ -59,7 +58,8 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str
         fitted = fit(linear, np.concatenate([features[i] for i in train]), np.concatenate([pairs[i][2] for i in train]))
         for i in test:
             probability[i] = fitted.predict_proba(features[i])[:, 1]
-    return _summary(chains, family, pairs, probability) | {"skipped": len(found) - len(chains)}
+    longer = sum(len(chain.sequence) + 2 > recipe.data.max_length for chain in chains)
+    return _summary(chains, family, pairs, probability) | {"longer_than_trained": longer}
 
 
 def contact_features(maps_Ann: Tensor) -> Tensor:

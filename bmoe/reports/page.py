@@ -17,6 +17,7 @@ body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-
 main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}
 h1{font-size:1.65rem;line-height:1.2;margin:0 0 .2em;overflow-wrap:anywhere}
 h2{font-size:1.2rem;margin:2.2em 0 .3em;padding-top:.7em;border-top:1px solid var(--line)}
+h3{font-size:1.05rem;margin:1.6em 0 .3em}
 p{margin:.3em 0 .8em;max-width:75ch}
 .sub{color:var(--muted)}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:10px;margin:18px 0}
@@ -59,13 +60,13 @@ def page(title: str, subtitle: str, parts: Sequence[str]) -> str:
     )
 
 
-def section(title: str, *parts: str, text: str = "") -> str:
-    """A titled section; `text` explains it in plain words. Empty if no part has content."""
+def section(title: str, *parts: str, text: str = "", level: int = 2) -> str:
+    """A titled section; `text` explains it in plain words, `level` 3 is one inside another. Empty if no part has content."""
     body = "".join(parts)
     if not body:
         return ""
     lead = f"<p>{escape(text)}</p>" if text else ""
-    return f"<section><h2>{escape(title)}</h2>{lead}{body}</section>"
+    return f"<section><h{level}>{escape(title)}</h{level}>{lead}{body}</section>"
 
 
 def tiles(items: Sequence[tuple[str, str]]) -> str:
@@ -112,7 +113,9 @@ def number(value: object) -> str:
     """A number as people read it: four significant digits, thousands separated, a dash for nothing."""
     if value is None:
         return "–"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
         return str(value)
     if not math.isfinite(value):
         return "–" if math.isnan(value) else ("∞" if value > 0 else "-∞")

@@ -3,10 +3,14 @@
 from bmoe.reports.page import grid, section, table, with_interval
 from bmoe.reports.plots import bar_chart, heat_map
 
+TEXT = (
+    "Perplexity is the number of equally likely residues the model is left with; lower is better. The baseline knows only how "
+    "frequent each residue is, the bigram baseline also the nearest visible neighbours."
+)
 NAMES = {"_mask": "fully masked", "_8010": "training scheme", "": "next token"}
 
 
-def sections(results: dict) -> str:
+def sections(results: dict, level: int = 2) -> str:
     """Perplexity with intervals, by length, by residue, by header field; empty without perplexities."""
     endings = [e for e in NAMES if f"perplexity{e}" in results]
     if not endings:
@@ -16,15 +20,22 @@ def sections(results: dict) -> str:
         _by_length(results.get("by_length", []), ending),
         _by_residue(results.get("by_residue", []), ending),
     ]
-    return section("Held-out sequences", _overview(results, endings), grid(*figures), _length_table(results.get("by_length", []), endings))
+    parts = [_overview(results, endings), grid(*figures), _group_table("residues", results.get("by_length", []), endings)]
+    parts.append(_group_table(results.get("by_field", ""), results.get("by_group", []), endings))
+    return section("Held-out sequences", *parts, text=TEXT, level=level)
 
 
 def _overview(results: dict, endings: list[str]) -> str:
     def interval(key: str, ending: str) -> str:
         return with_interval(*(results.get(f"{key}{ending}{end}") for end in ("", "_low", "_high")))
 
-    rows = [[NAMES[e], interval("perplexity", e), results[f"baseline{e}"], interval("ratio", e)] for e in endings]
-    return table(["scheme", "perplexity (95 % interval)", "baseline", "perplexity / baseline"], rows)
+    rows = [
+        [NAMES[e], interval("perplexity", e), results[f"baseline{e}"], results.get(f"bigram{e}"), interval("ratio", e)] for e in endings
+    ]  # fmt: skip
+    pseudo = results.get("pseudo")
+    if pseudo:
+        rows.append(["one residue at a time", with_interval(pseudo["pseudo_perplexity"], pseudo["low"], pseudo["high"]), None, None, None])
+    return table(["scheme", "perplexity (95 % interval)", "baseline", "bigram baseline", "perplexity / baseline"], rows)
 
 
 def bin_name(entry: dict) -> str:
@@ -46,13 +57,14 @@ def _by_residue(entries: list[dict], ending: str) -> str:
     return bar_chart("Perplexity by residue", [e["residue"] for e in common], groups, "perplexity", text) if common else ""
 
 
-def _length_table(bins: list[dict], endings: list[str]) -> str:
-    head = ["residues", "sequences", "targets"]
+def _group_table(name: str, bins: list[dict], endings: list[str]) -> str:
+    """A row per group of sequences: bins of length, or values of a header field."""
+    head = [name, "sequences", "targets"]
     for e in endings:
         head += [f"perplexity, {NAMES[e]}", "baseline"]
     rows = []
     for b in bins:
-        row: list[object] = [bin_name(b), b["sequences"], b["targets"]]
+        row: list[object] = [b["group"] if "group" in b else bin_name(b), b["sequences"], b["targets"]]
         for e in endings:
             row += [b[f"perplexity{e}"], b[f"baseline{e}"]]
         rows.append(row)

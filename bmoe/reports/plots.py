@@ -27,15 +27,15 @@ class Series(NamedTuple):
 
 
 def line_plot(title: str, series: Sequence[Series], x_label: str, y_label: str, text: str = "", zero: bool = False,
-              log_x: bool = False) -> str:
-    """A figure of curves. `zero` starts the y axis at 0. Empty if there is nothing to draw."""
+              whole_x: bool = False) -> str:
+    """A figure of curves. `zero` starts the y axis at 0; `whole_x` labels whole numbers only. Empty if there is nothing to draw."""
     curves = [(s.colour if s.colour is not None else i % 6, s, _clean(s)) for i, s in enumerate(series)]
     curves = [(c, s, points) for c, s, points in curves if points]
     if not curves:
         return ""
     xs = [x for _, _, points in curves for x, _ in points]
     ys = [y for _, _, points in curves for _, y in points] + ([0.0] if zero else [])
-    frame = Frame(xs, ys, log_x=log_x)
+    frame = Frame(xs, ys, whole_x=whole_x)
     body = frame.axes(x_label, y_label)
     for colour, s, points in curves:
         path = " ".join(f"{'M' if i == 0 else 'L'}{frame.x(x):.1f} {frame.y(y):.1f}" for i, (x, y) in enumerate(points))
@@ -53,7 +53,7 @@ def line_plot(title: str, series: Sequence[Series], x_label: str, y_label: str, 
 
 def scatter(title: str, x: Sequence[float], y: Sequence[float], x_label: str, y_label: str, text: str = "") -> str:
     """A figure of points, thinned to at most 3,000."""
-    points = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
+    points = [(a, b) for a, b in zip(x, y, strict=True) if _finite(a) and _finite(b)]
     if not points:
         return ""
     points = points[:: -(-len(points) // 3000)]
@@ -170,19 +170,20 @@ def contact_map(title: str, length: int, true: Sequence[tuple[int, int]], predic
 class Frame:
     """The axes of a plot: data to pixels, ticks, labels."""
 
-    def __init__(self, xs: Sequence[float], ys: Sequence[float], ticks_x: bool = True, log_x: bool = False):
-        self.ticks_x, self.log_x = ticks_x, log_x
-        self.x_ticks = _log_ticks(min(xs), max(xs)) if log_x else _ticks(min(xs), max(xs), 6)
+    def __init__(self, xs: Sequence[float], ys: Sequence[float], ticks_x: bool = True, whole_x: bool = False):
+        self.ticks_x = ticks_x
+        self.x_ticks = _ticks(min(xs), max(xs), 6)
+        if whole_x:
+            self.x_ticks = [tick for tick in self.x_ticks if tick == round(tick)]
         self.y_ticks = _ticks(min(ys), max(ys), 5)
-        self._x = self._scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, log_x)
+        self._x = self._scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
         low, high = min(*ys, self.y_ticks[0]), max(*ys, self.y_ticks[-1])
-        self._y = self._scale(low, high, HEIGHT - BOTTOM, TOP, False)
+        self._y = self._scale(low, high, HEIGHT - BOTTOM, TOP)
 
     @staticmethod
-    def _scale(low: float, high: float, begin: float, end: float, log: bool) -> Callable[[float], float]:
-        place = math.log if log else float
-        a, span = place(low), (place(high) - place(low)) or 1.0
-        return lambda value: begin + (end - begin) * (place(value) - a) / span
+    def _scale(low: float, high: float, begin: float, end: float) -> Callable[[float], float]:
+        span = (high - low) or 1.0
+        return lambda value: begin + (end - begin) * (value - low) / span
 
     def x(self, value: float) -> float:
         return self._x(value)
@@ -256,22 +257,18 @@ def _clean(series: Series) -> list[tuple[float, float]]:
 
 
 def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    """Whether a value can be drawn; what diverged beyond 1e100 cannot."""
+    return value is not None and abs(value) < 1e100
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
     """Round values (1, 2, 5 times a power of ten) that cover low to high."""
-    if high <= low:
-        low, high = low - (abs(low) or 1.0) * 0.05, high + (abs(high) or 1.0) * 0.05
+    size = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * size, 1e-100):  # as good as constant
+        margin = 0.05 * (size if size > 1e-90 else 1.0)
+        low, high = low - margin, high + margin
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten inside low to high, with 2 and 5 times them where there are few."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1,) if last - first > 3 else (1, 2, 5)
-    return [m * 10.0**p for p in range(first, last + 1) for m in factors if low <= m * 10.0**p <= high]

@@ -58,6 +58,68 @@ def evaluation_results() -> dict:
     }  # fmt: skip
 
 
+def interval(value: float) -> dict:
+    return {"": value, "_low": value - 0.03, "_high": value + 0.03}
+
+
+def named(key: str, value: float) -> dict:
+    return {key + ending: number for ending, number in interval(value).items()}
+
+
+def question(labels: list[str], layers: int, experts: int = 8) -> dict:
+    entries = []
+    for layer in range(layers):
+        weight = [[1 + math.sin(layer + e * 2 + c * 3) for c in range(len(labels))] for e in range(experts)]
+        shares = [[w / sum(row) for w in row] for row in weight]
+        bits = {"bits": 0.2 + 0.1 * layer, "null_mean": 0.01, "null_95": 0.02, "p": 0.0099}
+        entries.append({"layer": layer + 2, "shares": shares, **bits})
+    return {"labels": labels, "overall": [1 / len(labels)] * len(labels), "layers": entries}
+
+
+def full_results(run: str = "runs/a", shift: float = 0.0) -> dict:
+    """Results with every part of `bmoe eval`."""
+    precision = {}
+    for key, value in (("p_at_l", 0.1), ("p_at_l2", 0.14), ("p_at_l5", 0.2)):
+        precision |= {**named(key, value + shift), f"{key}_by_separation": 0.04}
+    curve = [{"layer": i, "valid_accuracy": 0.4 + 0.02 * i, "test_accuracy": 0.4 + 0.02 * i + shift} for i in range(5)]
+    states = {**named("accuracy", 0.48 + shift), "classes": 8, "majority": 0.33, "majority_class": "H", "best_layer": 4, "layers": curve}
+    spearman = {**named("spearman", 0.3 + shift), "auc": 0.66}
+    groups = evaluation_results()["by_length"][:2]
+    return {
+        **evaluation_results(), "run": run, "split": "valid", "bigram_mask": 17.9,
+        "pseudo": {"pseudo_perplexity": 16.9, "low": 16.7, "high": 17.1, "sequences": 30, "residues_asked": 900, "residues": 9000},
+        "by_field": "OS", "by_group": [{"group": name, **g} for name, g in zip(("Homo sapiens", "all others"), groups, strict=True)],
+        "mutations": {
+            **spearman, "n": 300, "method": "masked_marginal", "methods": {"masked_marginal": spearman, "wt_marginal": spearman},
+            "wildtype": "BLAT_ECOLX", "wildtype_length": 286, "column": "2500", "positive": "2500 above its median", "offset": 23,
+            "dropped": {"no effect": 3}, "multiple": 2, "points": [[math.sin(i), math.cos(i * 1.3)] for i in range(300)],
+        },
+        "contacts": {
+            "chains": 42, "families": 19, "residues": 8969, "longer_than_trained": 2, "short": precision, "medium": precision,
+            "long": precision,
+            "per_chain": [{"chain": "1A8O_A:A", "length": 66, "family": 1, "long_p_at_l": 0.1}],
+            "maps": [{"chain": "1A8O_A:A", "length": 66, "long_p_at_l": 0.1, "true": [[1, 9], [3, 30], [5, 60]],
+                      "predicted": [[1, 9], [4, 40]]}],
+        },
+        "probe": {"read": 2000, "repeats": 360, "conflicting": 35, "sequences": 1892, **states,
+                  "residues": {"train": 36000, "valid": 9000, "test": 15000}, "three_state": {**states, "classes": 3}},
+        "routing": {
+            **evaluation_results()["routing"], "tokens": 65536, "residue": question(list("ACDEFGHIKLMNPQRSTVWY"), 3),
+            "structure": question(["H", "E", "coil"], 3), "position": question(["1–16", "17–64", "> 64"], 3),
+            "next_layer": question([str(e + 1) for e in range(8)], 2),
+        },
+        "embeddings": {"file": "x.safetensors", "mode": "mean", "layer": 4, "sequences": 3, "width": 128, "residues": 900, "longest": 400,
+                       "longer_than_trained": 1},
+        "generation": {"prompt": "M", "n": 1, "perplexity": 12.0, "ended": 1, "mean_length": 80.0,
+                       "samples": [{"sequence": "MKTA" * 20, "length": 80, "ended": True, "perplexity": 12.0}]},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def make_results():
+    return full_results
+
+
 @pytest.fixture
 def make_run(tmp_path):
     """make_run(clm=..., evaluated=...) -> the run's folder."""

@@ -1,0 +1,161 @@
+"""The report of `bmoe eval`: one page for one model, or for several side by side.
+
+Reads results as `bmoe eval --json` holds them; a part that was not asked for has no section.
+"""
+
+from pathlib import Path
+
+from bmoe import __version__
+from bmoe.errors import RunError
+from bmoe.reports import comparison
+from bmoe.reports import perplexity as perplexity_parts
+from bmoe.reports.page import details, grid, number, page, section, table, tiles, with_interval
+from bmoe.reports.plots import Series, bar_chart, contact_map, line_plot, scatter
+from bmoe.reports.routing import routing_section
+
+RANGES = {"short": "short, 6–11", "medium": "medium, 12–23", "long": "long, 24 or more"}
+
+
+def write_evaluation_report(results: dict | list[dict], file: str | Path) -> Path:
+    """Write the page of one or several models. Returns its path; RunError if it cannot be written.
+
+    Each of `results` is named by its key `run`, a path.
+    """
+    file, runs = Path(file), named([results] if isinstance(results, dict) else results)
+    names = list(runs)
+    if len(names) == 1:
+        title = f"Evaluation of {names[0]}"
+        parts = [tiles(_key_numbers(runs[names[0]])), *_parts(runs[names[0]], 2)]
+    else:
+        title = "Comparison of " + ", ".join(names)
+        parts = [_comparison(runs)]
+        parts += [section(name, tiles(_key_numbers(results)), *_parts(results, 3)) for name, results in runs.items()]
+    try:
+        file.write_text(page(title, f"bmoe {__version__}", parts), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{file} cannot be written: {error.strerror}") from None
+    return file
+
+
+def named(results: list[dict]) -> dict[str, dict]:
+    """Results by the shortest name that tells them apart: the last part of the path of their run, or all of it."""
+    last = [Path(found["run"]).name or found["run"] for found in results]
+    return {(name if last.count(name) == 1 else found["run"]): found for name, found in zip(last, results, strict=True)}
+
+
+def _key_numbers(results: dict) -> list[tuple[str, str]]:
+    """The metrics of the comparison that this model has, the first six."""
+    found = comparison.rows({"": results})[:6]
+    return [(number(values[0].value), _described(metric.label, values[0])) for metric, values in found]
+
+
+def _described(label: str, value: comparison.Value) -> str:
+    return label if value.low is None or value.high is None else f"{label}; 95 % interval {number(value.low)} to {number(value.high)}"
+
+
+def _parts(results: dict, level: int) -> list[str]:
+    parts = [perplexity_parts.sections(results, level)]
+    parts += [make(results[key], level) for key, make in SECTIONS.items() if results.get(key)]
+    return parts
+
+
+def _comparison(runs: dict[str, dict]) -> str:
+    """A table of all metrics, best in its row marked, and a chart of each that has an interval."""
+    found = comparison.rows(runs)
+    body, charts = [], []
+    for metric, values in found:
+        known = [v.value for v in values if v.value is not None]
+        best = min(known) if metric.lower_is_better else max(known)
+        body.append([metric.label, *(with_interval(*v) + (" *" if v.value == best and len(known) > 1 else "") for v in values)])
+        if len(known) > 1 and all(v.low is not None for v in values):
+            intervals = [(v.low, v.high) for v in values]
+            chart = bar_chart(metric.label, list(runs), [(metric.label, [v.value for v in values])], "", intervals=intervals)
+            charts.append(chart)
+    text = (
+        "Values with their 95 % bootstrap interval; * is the best of its row. Intervals that overlap do not tell two models apart. "
+        "Perplexities compare only models evaluated on the same split and alphabet."
+    )
+    return section("Side by side", table(["metric", *runs], body), grid(*charts), text=text)
+
+
+def _mutations(found: dict, level: int) -> str:
+    points = found.get("points", [])
+    x, y = [p[0] for p in points], [p[1] for p in points]
+    shown = f"{number(found['n'])} variants of {found['wildtype']}."
+    plot = scatter("Measured effect and score", x, y, found["column"], found["method"].replace("_", " "), shown)
+    rows = [
+        [name.replace("_", " "), with_interval(m["spearman"], m["spearman_low"], m["spearman_high"]), m["auc"]]
+        for name, m in found["methods"].items()
+    ]  # fmt: skip
+    dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in found["dropped"].items())
+    shifted = f" Numbers in the table count {found['offset']} further than the wild type given." if found["offset"] else ""
+    text = (
+        f"The model scores each variant by how much less likely it finds it than the wild type, without having seen a measurement. "
+        f"Spearman's correlation with the measured effect is 1 for a perfect ranking, 0 for none; the AUC tells {found['positive']} "
+        f"from the rest, 0.5 is chance.{shifted} {found['multiple']} variants have several mutations{dropped}."
+    )
+    return section("Mutations", table(["score", "Spearman (95 % interval)", "AUC"], rows), grid(plot), text=text, level=level)
+
+
+def _contacts(found: dict, level: int) -> str:
+    keys = {"p_at_l": "P@L", "p_at_l2": "P@L/2", "p_at_l5": "P@L/5"}
+    rows = []
+    for name, label in RANGES.items():
+        for key, title in keys.items():
+            entry = found[name]
+            interval = with_interval(entry[key], entry[f"{key}_low"], entry[f"{key}_high"])
+            rows.append([label, title, interval, entry[f"{key}_by_separation"]])
+    columns = {"model": "p_at_l", "nearest pairs first": "p_at_l_by_separation"}
+    groups = [(what, [found[name][key] for name in RANGES]) for what, key in columns.items()]
+    intervals = [(found[name]["p_at_l_low"], found[name]["p_at_l_high"]) for name in RANGES]
+    figures = [bar_chart("Precision of the first L pairs", [r.split(",")[0] for r in RANGES.values()], groups, "P@L", intervals=intervals)]
+    figures += [
+        contact_map(f"{m['chain']}, {m['length']} residues", m["length"], [tuple(p) for p in m["true"]], [tuple(p) for p in m["predicted"]],
+                    f"Long-range P@L {number(m['long_p_at_l'])}; the first L predictions below the diagonal.")
+        for m in found["maps"]
+    ]  # fmt: skip
+    text = (
+        "Residues that touch in the fold, read off the attention maps by a regression trained on other families: "
+        f"{found['chains']} chains of {found['families']} families. P@L is the share of true contacts among the L most probable pairs, "
+        "L the chain's length."
+    )
+    head = ["separation in residues", "", "precision (95 % interval)", "nearest pairs first"]
+    per_chain = "\n".join(f"{c['chain']}\t{c['length']}\tfamily {c['family']}\t{number(c['long_p_at_l'])}" for c in found["per_chain"])
+    listed = details("Long-range P@L of every chain", per_chain)
+    return section("Contacts", table(head, rows), grid(*figures), listed, text=text, level=level)
+
+
+def _probe(found: dict, level: int) -> str:
+    kinds = {"all states": found} | ({"3 states": found["three_state"]} if "three_state" in found else {})
+    rows, figures = [], []
+    for name, entry in kinds.items():
+        interval = with_interval(entry["accuracy"], entry["accuracy_low"], entry["accuracy_high"])
+        rows.append([name, entry["classes"], interval, entry["majority"], entry["layers"][0]["test_accuracy"], entry["best_layer"]])
+        at = [x["layer"] for x in entry["layers"]]
+        curves = [
+            Series("test", at, [x["test_accuracy"] for x in entry["layers"]], colour=0),
+            Series("most frequent class", [at[0], at[-1]], [entry["majority"]] * 2, dashed=True, colour=1),
+        ]
+        figures.append(line_plot(f"Accuracy by layer, {name}", curves, "layer", "accuracy", whole_x=True))
+    text = (
+        f"A linear classifier on the frozen embeddings of each layer, on {number(found['residues']['test'])} residues of sequences "
+        "unrelated to those it was trained on. Layer 0 knows the residue itself and nothing around it; the layer is chosen on other "
+        "sequences than the accuracy is measured on."
+    )
+    head = ["labels", "classes", "accuracy (95 % interval)", "most frequent class", "layer 0", "best layer"]
+    return section("Secondary structure", table(head, rows), grid(*figures), text=text, level=level)
+
+
+def _generation(found: dict, level: int) -> str:
+    rows = []
+    for sample in found["samples"][:20]:
+        start = sample["sequence"][:60] + ("…" if len(sample["sequence"]) > 60 else "")
+        rows.append([start, sample["length"], sample["ended"], sample["perplexity"]])
+    text = (
+        f"{number(found['n'])} sequences drawn from the model, {found['ended']} of them ended by themselves; mean length "
+        f"{number(found['mean_length'])}, perplexity under the model {number(found['perplexity'])}."
+    )
+    return section("Generated sequences", table(["sequence", "length", "ended", "perplexity"], rows), text=text, level=level)
+
+
+SECTIONS = {"mutations": _mutations, "contacts": _contacts, "probe": _probe, "routing": routing_section, "generation": _generation}

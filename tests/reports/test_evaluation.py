@@ -1,0 +1,95 @@
+"""The evaluation report: every part, one model or several, and the same numbers on a terminal."""
+
+import io
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from bmoe.errors import RunError
+from bmoe.reports import comparison
+from bmoe.reports.evaluation import named, write_evaluation_report
+from bmoe.reports.terminal_evaluation import evaluation_tables
+
+
+class Headings(HTMLParser):
+    """Headings and titles of figures; tags close in order; nothing is loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.found = [], []
+
+    def handle_starttag(self, tag, attributes):
+        assert tag not in ("script", "link", "iframe", "img") and not {"src", "href"} & {name for name, _ in attributes}
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("h1", "h2", "h3", "b"):
+            self.found.append(data)
+
+
+def read(path) -> tuple[str, list[str]]:
+    text, parser = path.read_text(encoding="utf-8"), Headings()
+    parser.feed(text)
+    assert not parser.open
+    return text, parser.found
+
+
+SECTIONS = ["Held-out sequences", "Mutations", "Contacts", "Secondary structure", "Routing", "Generated sequences"]
+
+
+def test_one_model_with_everything(tmp_path, make_results):
+    text, titles = read(write_evaluation_report(make_results(), tmp_path / "r.html"))
+    assert titles[0] == "Evaluation of a" and [t for t in titles if t in SECTIONS] == SECTIONS
+    assert {"Measured effect and score", "1A8O_A:A, 66 residues", "Accuracy by layer, 3 states", "Expert and residue",
+            "Experts of layer 4 by secondary structure", "Load of each expert"} <= set(titles)  # fmt: skip
+    for words in ("Homo sapiens", "0.3000 (0.2700 to 0.3300)", "17.90", "3 rows dropped: no effect", "count 23 further", "42 chains"):
+        assert words in text
+
+
+def test_parts_that_were_not_asked_for_have_no_section(tmp_path, make_results):
+    results = {key: value for key, value in make_results().items() if key not in ("mutations", "contacts", "probe", "generation")}
+    results["routing"] = {"layers": results["routing"]["layers"]}
+    _, titles = read(write_evaluation_report(results, tmp_path / "r.html"))
+    assert [t for t in titles if t in SECTIONS] == ["Held-out sequences", "Routing"]
+    assert not any(t.startswith("Expert and") for t in titles)
+
+
+def test_several_models_side_by_side(tmp_path, make_results):
+    runs = [make_results("runs/moe", 0.05), make_results("runs/dense")]
+    text, titles = read(write_evaluation_report(runs, tmp_path / "r.html"))
+    assert titles[:2] == ["Comparison of moe, dense", "Side by side"]
+    assert titles.count("Contacts") == 2 and "contacts, long range P@L" in titles
+    assert "0.3500 (0.3200 to 0.3800) *" in text and "0.3000 (0.2700 to 0.3300) *" not in text
+
+
+def test_models_of_the_same_name_are_told_apart(make_results):
+    assert list(named([make_results("a/x"), make_results("b/x"), make_results("b/y")])) == ["a/x", "b/x", "y"]
+
+
+def test_comparison_reads_values_and_intervals(make_results):
+    found = {metric.label: values[0] for metric, values in comparison.rows({"a": make_results()})}
+    assert found["mutations, Spearman"] == pytest.approx((0.3, 0.27, 0.33))
+    assert found["pseudo-perplexity"] == (16.9, 16.7, 17.1)
+    assert found["mutations, AUC"].low is None and "perplexity, next token" not in found
+    assert found["secondary structure, 3 states"].value == 0.48
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_terminal_has_the_same_numbers(make_results, several):
+    console = Console(file=io.StringIO(), width=200, no_color=True)
+    console.print(evaluation_tables([make_results("runs/a"), make_results("runs/b", 0.1)] if several else make_results()))
+    text = console.file.getvalue()
+    for words in ("fully masked", "17.20 (17.10 to 17.31)", "Homo sapiens", "masked marginal", "long, 24 or more", "3 states", "next layer",
+                  "x.safetensors; 1 longer", "MKTAMKTA"):  # fmt: skip
+        assert words in text
+    assert ("side by side" in text) == several and ("0.4000 (0.3700 to 0.4300)" in text) == several
+
+
+def test_unwritable_output(tmp_path, make_results):
+    with pytest.raises(RunError, match="cannot be written"):
+        write_evaluation_report(make_results(), tmp_path / "no" / "r.html")
