@@ -10,7 +10,7 @@ from bmoe.errors import RunError
 from bmoe.reports import comparison
 from bmoe.reports import perplexity as perplexity_parts
 from bmoe.reports.page import details, grid, number, page, section, table, tiles, with_interval
-from bmoe.reports.plots import Series, bar_chart, contact_map, line_plot, scatter
+from bmoe.reports.plots import Series, bar_chart, contact_map, interval_chart, line_plot, scatter
 from bmoe.reports.routing import routing_section
 
 RANGES = {"short": "short, 6–11", "medium": "medium, 12–23", "long": "long, 24 or more"}
@@ -68,14 +68,22 @@ def _comparison(runs: dict[str, dict]) -> str:
         best = min(known) if metric.lower_is_better else max(known)
         body.append([metric.label, *(with_interval(*v) + (" *" if v.value == best and len(known) > 1 else "") for v in values)])
         if len(known) > 1 and all(v.low is not None for v in values):
-            intervals = [(v.low, v.high) for v in values]
-            chart = bar_chart(metric.label, list(runs), [(metric.label, [v.value for v in values])], "", intervals=intervals)
-            charts.append(chart)
+            charts.append(interval_chart(metric.label, list(runs), [v.value for v in values], [(v.low, v.high) for v in values]))
     text = (
-        "Values with their 95 % bootstrap interval; * is the best of its row. Intervals that overlap do not tell two models apart. "
-        "Perplexities compare only models evaluated on the same split and alphabet."
+        "Values with their 95 % bootstrap interval; * is the best of its row. Each interval is of one model by itself: where two overlap, "
+        "look at the paired ratio. Perplexities compare only models evaluated on the same split and alphabet."
     )
-    return section("Side by side", table(["metric", *runs], body), grid(*charts), text=text)
+    return section("Side by side", table(["metric", *runs], body), _paired(runs), grid(*charts), text=text)
+
+
+def _paired(runs: dict[str, dict]) -> str:
+    """Perplexity of each model over that of the first on the same targets."""
+    rows = []
+    for name, found in runs.items():
+        for scheme, ratio in found.get("compared", {}).get("schemes", {}).items():
+            what = perplexity_parts.NAMES["" if scheme == "clm" else f"_{scheme}"]
+            rows.append([name, found["compared"]["to"], what, with_interval(ratio["ratio"], ratio["low"], ratio["high"])])
+    return table(["model", "beside", "scheme", "ratio of perplexities, paired (95 % interval)"], rows)
 
 
 def _mutations(found: dict, level: int) -> str:

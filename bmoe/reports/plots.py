@@ -98,6 +98,24 @@ def bar_chart(title: str, labels: Sequence[str], groups: Sequence[tuple[str, Seq
     return figure(title, _svg(body, title), text, legend)
 
 
+def interval_chart(title: str, labels: Sequence[str], values: Sequence[float | None], intervals: Sequence[tuple[float, float]]) -> str:
+    """A figure of points with their intervals, one a label, on an axis that need not begin at 0."""
+    rows = [(i, v, *span) for i, (v, span) in enumerate(zip(values, intervals, strict=True)) if _finite(v)]
+    if not rows:
+        return ""
+    ends = [x for _, v, low, high in rows for x in (v, low, high) if _finite(x)]
+    frame, slot = Frame([0, len(labels)], ends, ticks_x=False), (WIDTH - LEFT - RIGHT) / len(labels)
+    body = frame.axes("", "") + _labels_below(labels, slot)
+    for i, v, low, high in rows:
+        x = LEFT + slot * (i + 0.5)
+        if _finite(low) and _finite(high):
+            a, b = frame.y(low), frame.y(high)
+            body += f'<path class="line" stroke="var(--c0)" d="M{x:.1f} {a:.1f}V{b:.1f}M{x - 7:.1f} {a:.1f}h14M{x - 7:.1f} {b:.1f}h14"/>'
+        hover = f"<title>{escape(labels[i])}: {number(v)}</title>"
+        body += f'<circle cx="{x:.1f}" cy="{frame.y(v):.1f}" r="5" fill="var(--c0)">{hover}</circle>'
+    return figure(title, _svg(body, title))
+
+
 def heat_map(title: str, matrix: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], x_label: str, y_label: str,
              text: str = "", low: float | None = None, high: float | None = None, middle: float | None = None) -> str:
     """A figure of cells. Stronger colour is more; with `middle`, values below it take the second hue. Nothing where None."""

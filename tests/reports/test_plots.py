@@ -36,6 +36,7 @@ def test_any_values_give_a_legal_drawing(values):
     pictures = [
         plots.line_plot("t", [plots.Series("a", x, values)], "x", "y"),
         plots.bar_chart("t", [str(i) for i in x], [("a", values)], "y", reference=("r", 1.0)),
+        plots.interval_chart("t", [str(i) for i in x], values, [(v, v) for v in values]),
         plots.heat_map("t", [values], ["r"], [str(i) for i in x], "x", "y"),
         plots.heat_map("t", [values], ["r"], [str(i) for i in x], "x", "y", middle=0.0),
     ]
