@@ -130,14 +130,14 @@ def profile(
 
     if compare:
         results = job.compare(*compare)
-        console.show(job.show_comparison(results))
+        console.show(job.comparison(results))
         common.write_json(json, "profile", None, results)
         return
     loaded, _ = common.load_recipe(recipe or job.FLAGSHIP, set_ or [])
     chosen, line = common.choose_device(device, None)
     console.note(line)
     results = job.profile(loaded, device=chosen, precision=precision, experts=experts, baseline=baseline, steps=steps, trace=trace)
-    console.show(job.show(results))
+    console.show(job.report(results))
     common.write_json(json, "profile", loaded, results)
 
 

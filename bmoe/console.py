@@ -13,8 +13,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+def _console(stderr: bool) -> Console:
+    """A console; where there is no terminal whose width counts, lines may be 120 characters long."""
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, soft_wrap=True, width=120)
+
+
+out, err = _console(stderr=False), _console(stderr=True)
 
 BARS = " ▁▂▃▄▅▆▇█"
 

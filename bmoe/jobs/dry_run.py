@@ -1,7 +1,6 @@
 """`bmoe train --dry-run`: what would run, how large it is and where it fits, from the recipe alone; needs no hardware."""
 
 from rich.console import Group
-from rich.table import Table
 
 from bmoe import console, profiling
 from bmoe.data.alphabet import alphabet
@@ -9,6 +8,7 @@ from bmoe.data.shards import MANIFEST
 from bmoe.errors import RequestError
 from bmoe.jobs.common import shard_folder
 from bmoe.model import counts
+from bmoe.profiling import render
 from bmoe.recipe import Recipe
 
 
@@ -44,28 +44,10 @@ def dry_run(recipe: Recipe, world: int, chip: str | None) -> tuple[dict, Group]:
         ("precision", f"{recipe.precision.kind}{' (emulated)' if recipe.precision.emulate else ''}"),
         ("backend", f"experts {recipe.backend.experts}, attention {recipe.backend.attention}, compile {recipe.backend.compile}"),
     ]
-    memory = Table(title="memory of one rank, GiB (from shapes)", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in estimate["memory"]:
-        memory.add_column(name, justify="right")
-    memory.add_row(*(f"{value:.2f}" for value in estimate["memory"].values()))
-    return results, Group(console.settings_table("dry run", rows), memory, _chips(estimate["predicted"]))
+    return results, Group(console.settings_table("dry run", rows), render.estimate(estimate))
 
 
 def _not_prepared(recipe: Recipe) -> str:
     if recipe.data.fasta:
         return f"{recipe.data.fasta} would be prepared into {recipe.data.path}"
     return f"{recipe.data.path} is not prepared yet: run bmoe prepare first"
-
-
-def _chips(predicted: dict[str, dict]) -> Table:
-    table = Table(title="predicted from shapes, not measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("chip", "fits", "step s", "tokens/s", "MFU", "largest tokens_per_batch"):
-        table.add_column(name, justify="left" if name == "chip" else "right")
-    for name, entry in predicted.items():
-        table.add_row(
-            name, "yes" if entry["fits"] else "no", f"{entry['step_s']:.3f}", f"{entry['tokens_per_s']:,.0f}", f"{entry['mfu']:.1%}",
-            f"{entry['largest_tokens_per_batch']:,}",
-        )
-        for advice in entry["advice"]:
-            table.add_row("", advice)
-    return table

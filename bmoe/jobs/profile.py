@@ -7,8 +7,12 @@ from bmoe.data.alphabet import alphabet
 from bmoe.jobs import train
 from bmoe.jobs.common import shard_folder
 from bmoe.parallel.world import World
+from bmoe.profiling.compare import load
+from bmoe.profiling.render import comparison, report
 from bmoe.recipe import Recipe
 from bmoe.training import setup
+
+__all__ = ["FLAGSHIP", "compare", "comparison", "profile", "report"]
 
 FLAGSHIP = "esm2_moe"
 
@@ -29,3 +33,8 @@ def profile(
     return profiling.profile(
         recipe, build, device=device, precision=precision, experts=experts, baseline=baseline, steps=steps, trace=trace
     )
+
+
+def compare(a: str, b: str) -> dict:
+    """What changed between two --json files of profiles."""
+    return profiling.compare(load(a), load(b))
