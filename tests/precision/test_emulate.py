@@ -159,3 +159,18 @@ def test_compiles_into_one_graph():
     x = torch.randn(40, 64)
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), linear(x))
+
+
+def test_grouped_experts_compile_into_one_graph():
+    experts = build_experts("grouped", E, D, F).bfloat16()
+    holder = nn.Module()
+    holder.blocks = nn.ModuleList([experts])
+    emulate(holder, PrecisionSection(kind="mxfp8", emulate=True))
+    x = torch.randn(40, D).bfloat16().requires_grad_()
+    ids, weights = torch.randint(0, E + 1, (40, K)), torch.rand(40, K)
+    gradients = []
+    for step in (experts, torch.compile(experts, fullgraph=True, backend="aot_eager")):
+        x.grad = None
+        step(x, ids, weights).float().square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
