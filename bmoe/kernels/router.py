@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bmoe.kernels.operators import operator
+
 TOKENS = 64
 """Tokens of one program: the smallest tile of Hopper's matrix instruction."""
 
@@ -268,7 +270,14 @@ def _sizes(experts: int) -> int:
     return max(triton.next_power_of_2(experts), 16)
 
 
-@torch.library.custom_op("bmoe::router", mutates_args=())
+def _forward_fake(x_TD, weight_ED, bias_E, real_tokens, top_k, sigmoid, normalize):
+    tokens, experts = x_TD.shape[0], weight_ED.shape[0]
+    new = weight_ED.new_empty
+    experts_TK = x_TD.new_empty(tokens, top_k, dtype=torch.int64)
+    return experts_TK, new(tokens, top_k), new(()), new(()), new(experts), new(tokens, experts)
+
+
+@operator("router", _forward_fake)
 def router_forward(
     x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, real_tokens: Tensor, top_k: int, sigmoid: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -296,15 +305,11 @@ def router_forward(
     return experts_TK, weights_TK, balance, z, counts_E, logits_TE
 
 
-@router_forward.register_fake
-def _(x_TD, weight_ED, bias_E, real_tokens, top_k, sigmoid, normalize):
-    tokens, experts = x_TD.shape[0], weight_ED.shape[0]
-    new = weight_ED.new_empty
-    experts_TK = x_TD.new_empty(tokens, top_k, dtype=torch.int64)
-    return experts_TK, new(tokens, top_k), new(()), new(()), new(experts), new(tokens, experts)
+def _backward_fake(dweights_TK, dbalance, dz, x_TD, weight_ED, *_):
+    return x_TD.new_empty(x_TD.shape), torch.empty_like(weight_ED)
 
 
-@torch.library.custom_op("bmoe::router_backward", mutates_args=())
+@operator("router_backward", _backward_fake)
 def router_backward(
     dweights_TK: Tensor,
     dbalance: Tensor,
@@ -341,24 +346,21 @@ def router_backward(
     return dx_TD, partial_SED.sum(0)
 
 
-@router_backward.register_fake
-def _(dweights_TK, dbalance, dz, x_TD, weight_ED, *_):
-    return torch.empty_like(x_TD), torch.empty_like(weight_ED)
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weight_ED, bias_E, real_tokens, top_k, sigmoid, normalize):
+        experts_TK, weights_TK, balance, z, counts_E, logits_TE = router_forward(
+            x_TD, weight_ED, bias_E, real_tokens, top_k, sigmoid, normalize
+        )
+        ctx.sigmoid, ctx.normalize = sigmoid, normalize
+        ctx.save_for_backward(x_TD, weight_ED, real_tokens, experts_TK, counts_E, logits_TE)
+        ctx.mark_non_differentiable(experts_TK, counts_E)
+        return experts_TK, weights_TK, balance, z, counts_E
 
-
-def _save(ctx, inputs, output):
-    x_TD, weight_ED, _, real_tokens, _, ctx.sigmoid, ctx.normalize = inputs
-    experts_TK, _, _, _, counts_E, logits_TE = output
-    ctx.mark_non_differentiable(counts_E, logits_TE)
-    ctx.save_for_backward(x_TD, weight_ED, real_tokens, experts_TK, counts_E, logits_TE)
-
-
-def _backward(ctx, _, dweights_TK, dbalance, dz, *__):
-    dx_TD, dweight_ED = router_backward(dweights_TK, dbalance, dz, *ctx.saved_tensors, ctx.sigmoid, ctx.normalize)
-    return dx_TD, dweight_ED, None, None, None, None, None
-
-
-router_forward.register_autograd(_backward, setup_context=_save)
+    @staticmethod
+    def backward(ctx, _, dweights_TK, dbalance, dz, __):
+        dx_TD, dweight_ED = router_backward(dweights_TK, dbalance, dz, *ctx.saved_tensors, ctx.sigmoid, ctx.normalize)
+        return dx_TD, dweight_ED, None, None, None, None, None
 
 
 def route(
@@ -375,7 +377,7 @@ def route(
     x_TD bf16 or fp32; weight_ED, bias_E (moves the choice only) fp32; real_tokens int64 [] on the device. Differentiable
     in x_TD and weight_ED through weights, balance and z. One graph under torch.compile, nothing read on the host.
     """
-    return router_forward(x_TD, weight_ED, bias_E, real_tokens, top_k, score == "sigmoid", normalize)[:5]
+    return _Route.apply(x_TD, weight_ED, bias_E, real_tokens, top_k, score == "sigmoid", normalize)
 
 
 def route_reference(

@@ -25,6 +25,7 @@ from torch import Tensor
 from bmoe.errors import RequestError
 from bmoe.kernels import fused_gemm
 from bmoe.kernels.grouped_gemm import grouped_linear, grouped_outer
+from bmoe.kernels.operators import operator
 from bmoe.kernels.rows import Order, combine, sort_slots, spread, to_slots
 from bmoe.kernels.swiglu import swiglu, swiglu_backward
 from bmoe.model.experts.weights import Experts
@@ -52,7 +53,19 @@ def _fused(gemms: str, x_TD: Tensor, down_EDF: Tensor) -> bool:
     return not empty and fused_path(gemms, x_TD.device, x_TD.dtype, down_EDF.shape[1], down_EDF.shape[2])[0]
 
 
-@torch.library.custom_op("bmoe::experts", mutates_args=())
+def _forward_fake(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, gemms):
+    n = experts_TK.numel()
+    new = experts_TK.new_empty
+    order = (
+        new(n, dtype=torch.int32),
+        new(n, dtype=torch.int32),
+        new(n, dtype=torch.float32),
+        new(gate_up_ECD.shape[0] + 1, dtype=torch.int32),
+    )
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(n, gate_up_ECD.shape[1]), *order
+
+
+@operator("experts", _forward_fake)
 def experts_forward(
     x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor, gemms: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -69,20 +82,12 @@ def experts_forward(
     return combine(grouped_linear(a_NF, down_EDF, offsets_E), order.row_of_slot_N, k), h_NC, *order
 
 
-@experts_forward.register_fake
-def _(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, gemms):
-    n = experts_TK.numel()
-    new = experts_TK.new_empty
-    order = (
-        new(n, dtype=torch.int32),
-        new(n, dtype=torch.int32),
-        new(n, dtype=torch.float32),
-        new(gate_up_ECD.shape[0] + 1, dtype=torch.int32),
-    )
-    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(n, gate_up_ECD.shape[1]), *order
+def _backward_fake(dy_TD, x_TD, gate_up_ECD, down_EDF, h_NC, row_N, token_N, weight_N, bounds_E1, k, gemms):
+    dweights_TK = weight_N.new_empty(x_TD.shape[0], k)
+    return x_TD.new_empty(x_TD.shape), dweights_TK, torch.empty_like(gate_up_ECD), torch.empty_like(down_EDF)
 
 
-@torch.library.custom_op("bmoe::experts_backward", mutates_args=())
+@operator("experts_backward", _backward_fake)
 def experts_backward(
     dy_TD: Tensor,
     x_TD: Tensor,
@@ -125,25 +130,18 @@ def _gradients(dy_TD, x_TD, gate_up_ECD, down_EDF, h_NC, order, k):
     return grouped_linear(dh_NC, gate_up_ECD.transpose(1, 2), offsets_E), dweight_N, dgate_up_ECD, ddown_EDF
 
 
-@experts_backward.register_fake
-def _(dy_TD, x_TD, gate_up_ECD, down_EDF, h_NC, row_of_slot_N, token_of_row_N, weight_of_row_N, bounds_E1, k, gemms):
-    dweights_TK = weight_of_row_N.new_empty(x_TD.shape[0], k)
-    return x_TD.new_empty(x_TD.shape), dweights_TK, torch.empty_like(gate_up_ECD), torch.empty_like(down_EDF)
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, gemms):
+        y_TD, *saved = experts_forward(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, gemms)
+        ctx.k, ctx.gemms = experts_TK.shape[1], gemms
+        ctx.save_for_backward(x_TD, gate_up_ECD, down_EDF, *saved)
+        return y_TD
 
-
-def _save(ctx, inputs, output):
-    x_TD, experts_TK, _, gate_up_ECD, down_EDF, ctx.gemms = inputs
-    ctx.k = experts_TK.shape[1]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(x_TD, gate_up_ECD, down_EDF, *output[1:])
-
-
-def _backward(ctx, dy_TD, *_):
-    dx_TD, dweights_TK, dgate_up_ECD, ddown_EDF = experts_backward(dy_TD, *ctx.saved_tensors, ctx.k, ctx.gemms)
-    return dx_TD, None, dweights_TK, dgate_up_ECD, ddown_EDF, None
-
-
-experts_forward.register_autograd(_backward, setup_context=_save)
+    @staticmethod
+    def backward(ctx, dy_TD):
+        dx_TD, dweights_TK, dgate_up_ECD, ddown_EDF = experts_backward(dy_TD, *ctx.saved_tensors, ctx.k, ctx.gemms)
+        return dx_TD, None, dweights_TK, dgate_up_ECD, ddown_EDF, None
 
 
 class TritonExperts(Experts):
@@ -171,4 +169,4 @@ class TritonExperts(Experts):
         if not (x_TD.is_cuda or _INTERPRETED):
             raise RequestError("backend.experts triton runs on a GPU; set it to grouped or auto on this device.")
         gate_up_ECD, down_EDF = self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype)
-        return experts_forward(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, self.gemms)[0]
+        return _Experts.apply(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, self.gemms)
