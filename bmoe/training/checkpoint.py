@@ -18,7 +18,8 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -34,7 +35,8 @@ from bmoe.training.optimizer import local
 
 PARTIAL = ".partial"
 META = "meta.json"
-WRITERS = 4  # threads and files a rank: one thread does not fill a local NVMe disk
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # torch says so at every save of one process
 
 
 def folder_name(step: int) -> str:
@@ -172,16 +174,31 @@ class Checkpoints:
                 shutil.rmtree(self.directory / (folder_name(step) + PARTIAL), ignore_errors=True)
 
     def _write(self, step: int, state: dict[str, Tensor], meta: dict) -> None:
-        final = self.directory / folder_name(step)
         partial = self.directory / (folder_name(step) + PARTIAL)
-        if self.rank == 0:
-            for left in self.directory.glob("*" + PARTIAL):  # by a run that was killed
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            partial.mkdir(parents=True)
-        writer = FileSystemWriter(partial, sync_files=True, thread_count=WRITERS)
+        self._on_rank_0(lambda: self._begin(partial))
+        writer = FileSystemWriter(partial, sync_files=True, thread_count=1)  # torch 2.11-2.13 lose the errors of further threads
         dcp.save(state, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
-        if self.rank != 0:
-            return
+        self._on_rank_0(lambda: self._finish(partial, self.directory / folder_name(step), meta))
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Run `action` on rank 0 while the others wait. Its OSError is raised on every rank."""
+        fault: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                action()
+            except OSError as error:
+                fault[0] = str(error)
+        if self.group is not None:
+            dist.broadcast_object_list(fault, src=0, group=self.group)
+        if fault[0] is not None:
+            raise OSError(fault[0])
+
+    def _begin(self, partial: Path) -> None:
+        for left in self.directory.glob("*" + PARTIAL):  # by a run that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        partial.mkdir(parents=True)
+
+    def _finish(self, partial: Path, final: Path, meta: dict) -> None:
         _check_files(partial)
         _write_synced(partial / META, json.dumps(meta, indent=1))
         shutil.rmtree(final, ignore_errors=True)
@@ -197,9 +214,14 @@ class Checkpoints:
 
 
 def _check_files(folder: Path) -> None:
-    """Whether all tensors that the checkpoint lists are on disk in full length. Raises OSError."""
-    listed = FileSystemReader(folder).read_metadata().storage_data.values()
-    for info in listed:
+    """Whether every part of every tensor is on disk in full length. Raises OSError."""
+    facts = FileSystemReader(folder).read_metadata()
+    stored = {(index.fqn, index.offset) for index in facts.storage_data}
+    for name, tensor in facts.state_dict_metadata.items():
+        for chunk in tensor.chunks:
+            if (name, chunk.offsets) not in stored:
+                raise OSError(f"a part of {name} was not written")
+    for info in facts.storage_data.values():
         size = (folder / info.relative_path).stat().st_size
         if size < info.offset + info.length:
             raise OSError(f"{folder / info.relative_path} has {size} bytes of {info.offset + info.length}")

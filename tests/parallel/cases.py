@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from bmoe import recipe as recipes
 from bmoe.data.alphabet import alphabet
@@ -18,6 +17,7 @@ from bmoe.training.loop import Trainer
 from bmoe.training.optimizer import AdamW
 from bmoe.training.stopping import Limits, Stopping
 
+torch.set_num_threads(1)  # as many as the ranks have
 SLOTS, EXPERTS = 96, 8
 
 
@@ -151,8 +151,3 @@ def break_on_purpose(how: str, model, optimizer: AdamW):
     assert not how
     return lambda: None
 
-
-def hello(rank: int, size: int) -> int:
-    total = torch.tensor(rank)
-    dist.all_reduce(total)
-    return int(total)

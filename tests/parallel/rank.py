@@ -6,19 +6,21 @@ from datetime import timedelta
 from multiprocessing.connection import Client
 
 import cases
+import runs
 import torch
 import torch.distributed as dist
 
 
 def main(address: str, store: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=150))
     with Client(address) as line:
         line.send(rank)
         while (order := line.recv()) is not None:
             name, arguments = order
             try:
-                line.send((True, getattr(cases, name)(rank, size, **arguments)))
+                case = getattr(cases, name, None) or getattr(runs, name)
+                line.send((True, case(rank, size, **arguments)))
             except BaseException:  # noqa: B036 - shown by the test that asked
                 line.send((False, traceback.format_exc()))
     dist.destroy_process_group()

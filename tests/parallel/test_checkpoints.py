@@ -1,0 +1,96 @@
+"""Checkpoints of several ranks: any layout loads any other, resumes equal undisturbed runs, a killed rank loses nothing."""
+
+import importlib.util
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bmoe.parallel import launch
+
+_spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent.parent / "training" / "runs.py")
+runs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(runs)
+
+
+def everywhere(ranks, case: str, layout: tuple[int, int, int], **arguments):
+    """Run a case in a layout, on one process in this one. Returns what rank 0 returns."""
+    size = int(np.prod(layout))
+    if size == 1:
+        return getattr(runs, case)(0, 1, layout=layout, **arguments)
+    return ranks(size).run(case, layout=layout, **arguments)[0]
+
+
+def assert_equal_tensors(one: dict, two: dict) -> None:
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+
+
+def test_any_layout_loads_any_other(ranks, tmp_path):
+    """EP 4 -> 1 -> 2 -> FSDP 4 -> 1 and HSDP in between: the same bits, and the same loss."""
+    first = tmp_path / "first"
+    everywhere(ranks, "part", (1, 1, 4), folder=str(first), steps=4)
+    want, folder, losses = runs.final_tensors(first), first, []
+    assert want["model.blocks.0.ffn.experts.gate_up"].shape == (8, 48, 32)
+    for number, layout in enumerate([(1, 1, 4), (1, 1, 1), (1, 1, 2), (1, 4, 1), (1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1)]):
+        out = tmp_path / str(number)
+        losses.append(everywhere(ranks, "reload", layout, folder=str(folder), out=str(out)))
+        assert_equal_tensors(runs.final_tensors(out), want)
+        folder = out
+    assert max(losses) - min(losses) < 1e-6 * losses[0]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 1)])
+def test_resumed_at_the_same_world_size_bit_for_bit(ranks, tmp_path, layout):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    everywhere(ranks, "part", layout, folder=str(whole), steps=6)
+    assert everywhere(ranks, "part", layout, folder=str(parts), steps=6, stop_at=3) == 3
+    everywhere(ranks, "part", layout, folder=str(parts), steps=6)
+    assert_equal_tensors(runs.final_tensors(parts), runs.final_tensors(whole))
+    assert runs.records(parts) == runs.records(whole)
+
+
+def test_resumed_at_another_world_size_in_the_same_order_of_samples(ranks, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    everywhere(ranks, "part", (1, 1, 1), folder=str(whole), steps=6)
+    for stop, layout in ((2, (1, 1, 4)), (4, (1, 1, 1)), (None, (1, 2, 1))):
+        everywhere(ranks, "part", layout, folder=str(parts), steps=6, stop_at=stop)
+    for got, want in zip(runs.records(parts), runs.records(whole), strict=True):
+        assert got["tokens"] == want["tokens"]  # the same sequences: their lengths are random
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    for folder in (whole, parts):
+        meta = runs.checkpoint.read_meta(runs.checkpoint.newest_whole(folder / "checkpoints"))
+        assert meta["position"] == runs.checkpoint.read_meta(runs.checkpoint.newest_whole(whole / "checkpoints"))["position"]
+
+
+def launched(folder: Path, options: dict) -> tuple[int, str | None]:
+    program = Path(__file__).parent.parent / "training" / "runs.py"
+    code = f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"
+    return launch.run([str(folder), json.dumps(options)], 2, folder.with_name(folder.name + "-logs"), code)
+
+
+def test_a_rank_killed_in_the_middle_is_named_and_the_run_goes_on_equal(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent.parent))
+    options, folder = {"steps": 16, "layout": [1, 1, 2], "every": 1}, tmp_path / "killed"
+
+    def kill():
+        while runs.checkpoint.newest_whole(folder / "checkpoints") is None:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        os.kill(int(next(Path(os.environ[launch.PIDS]).glob("1")).read_text()), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    code, sentence = launched(folder, options)
+    assert (code, "rank 1 was killed by SIGKILL" in sentence) == (1, True), sentence
+    assert runs.checkpoint.newest_whole(folder / "checkpoints").name < "step-0000000016"
+    assert launched(folder, options) == (0, None)
+    everywhere(ranks, "part", (1, 1, 2), folder=str(tmp_path / "whole"), steps=16, every=1)
+    assert_equal_tensors(runs.final_tensors(folder), runs.final_tensors(tmp_path / "whole"))

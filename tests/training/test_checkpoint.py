@@ -1,0 +1,139 @@
+"""Checkpoints on disk: whole or not there, kept by age and by validation, and clear words when the disk or a file is broken."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmoe.errors import RequestError, RunError
+from bmoe.training import checkpoint
+from bmoe.training.checkpoint import Checkpoints
+
+
+def tensors(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [("model.weight", torch.full((200, 30), value)), ("optimizer.m.weight", torch.full((200, 30), -value)),
+            ("optimizer.skipped", torch.tensor(3))]
+
+
+def save(run: Path, step: int, value: float = 1.0, background: bool = False, keep: int = 3, **meta) -> None:
+    Checkpoints(run, keep, background).save(step, tensors(value), {"step": step, **meta})
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    state = {name: torch.zeros_like(t) for name, t in tensors()}
+    checkpoint.load(path, state)
+    return state
+
+
+def newest(run: Path) -> Path | None:
+    return checkpoint.newest_whole(run / "checkpoints")
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_is_saved_is_loaded(tmp_path, background):
+    writer = Checkpoints(tmp_path, 2, background)
+    state = tensors(1.0)
+    writer.save(7, state, {"step": 7})
+    state[0][1].fill_(9.0)  # training goes on while the files are written
+    writer.wait()
+    assert newest(tmp_path).name == (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-0000000007"
+    assert checkpoint.read_meta(newest(tmp_path)) == {"step": 7}
+    for name, tensor in tensors(1.0):
+        assert torch.equal(load(newest(tmp_path))[name], tensor)
+
+
+def test_host_copies_are_used_again_and_hold_the_new_values(tmp_path):
+    writer = Checkpoints(tmp_path, 2, True)
+    writer.save(1, tensors(1.0), {})
+    before = {name: t.data_ptr() for name, t in writer.host.items()}
+    writer.save(2, tensors(2.0), {})
+    writer.wait()
+    assert {name: t.data_ptr() for name, t in writer.host.items()} == before
+    assert load(newest(tmp_path))["model.weight"].unique().tolist() == [2.0]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    for step, loss in enumerate([2.0, 1.0, 3.0, None, float("nan"), 1.5, 1.6], start=1):
+        save(tmp_path, step, keep=2, valid_loss=loss)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == [checkpoint.folder_name(s) for s in (2, 6, 7)]
+    assert checkpoint.best_whole(tmp_path / "checkpoints").name == checkpoint.folder_name(2)
+
+
+def test_what_a_kill_leaves_is_not_taken_for_a_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-0000000002.partial").mkdir()
+    (folder / "step-0000000002.partial" / "meta.json").write_text("{}")
+    (folder / "latest.partial").write_text("step-0000000002")
+    (folder / "step-0000000009").mkdir()  # was being removed
+    assert newest(tmp_path).name == "step-0000000001"
+    save(tmp_path, 3)
+    assert newest(tmp_path).name == "step-0000000003"
+    assert not list(folder.glob("*.partial"))
+
+
+def test_killed_between_the_two_renames_the_newer_one_counts(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "checkpoints" / "latest").write_text("step-0000000001\n")
+    assert newest(tmp_path).name == "step-0000000002"
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_is_said_and_the_last_good_one_stays(tmp_path, background):
+    save(tmp_path, 1)
+    writer = Checkpoints(tmp_path, 3, background)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # no file may grow beyond: as a full disk, a failed write
+    try:
+        with pytest.raises(RunError, match="cannot write a checkpoint.*the last good checkpoint is .*step-0000000001"):
+            writer.save(2, tensors(2.0), {})
+            writer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+    assert load(newest(tmp_path))["model.weight"].unique().tolist() == [1.0]
+
+
+def test_a_checkpoint_is_checked_before_it_counts(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    write = checkpoint.dcp.save
+
+    def lose_bytes(state, storage_writer, **options):
+        write(state, storage_writer=storage_writer, **options)
+        largest = max((tmp_path / "checkpoints").glob("*.partial/*.distcp"), key=lambda p: p.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:-100])
+
+    monkeypatch.setattr(checkpoint.dcp, "save", lose_bytes)
+    with pytest.raises(RunError, match="bytes of"):
+        save(tmp_path, 2)
+    assert newest(tmp_path).name == "step-0000000001"
+
+
+def test_damage_and_strangers_are_named(tmp_path):
+    save(tmp_path, 1)
+    good = newest(tmp_path)
+    with pytest.raises(RequestError, match="has no model.other"):
+        checkpoint.load(good, {"model.other": torch.zeros(1)})
+    with pytest.raises(RequestError, match=r"shape \(200, 30\).*\(30, 200\)"):
+        checkpoint.load(good, {"model.weight": torch.zeros(30, 200)})
+    with pytest.raises(RequestError, match="not a checkpoint"):
+        checkpoint.read_meta(tmp_path)
+    largest = max(good.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(RequestError, match="is damaged"):
+        load(good)
+    (good / ".metadata").write_bytes(b"")
+    with pytest.raises(RequestError, match="cannot be read"):
+        load(good)
+
+
+def test_paths_of_runs_and_checkpoints_are_understood(tmp_path):
+    with pytest.raises(RequestError, match="does not exist"):
+        checkpoint.find(tmp_path / "nowhere")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(RequestError, match="no whole checkpoint yet"):
+        checkpoint.find(tmp_path)
+    save(tmp_path, 1)
+    assert checkpoint.find(tmp_path) == checkpoint.find(newest(tmp_path)) == newest(tmp_path)

@@ -1,0 +1,89 @@
+"""A run that was stopped and resumed is the run that was not, bit for bit."""
+
+import importlib.util
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+_spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
+runs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(runs)
+
+
+def assert_same(first: Path, second: Path) -> None:
+    one, two = runs.final_tensors(first), runs.final_tensors(second)
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+    assert runs.records(first) == runs.records(second)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    outcome, _ = runs.train(folder, runs.make_recipe(10))
+    assert (outcome.step, outcome.finished, outcome.signal) == (10, True, 0)
+    return folder
+
+
+def test_five_steps_and_five_are_ten(undisturbed, tmp_path):
+    torch.manual_seed(1)
+    outcome, _ = runs.train(tmp_path, runs.make_recipe(10), limits=runs.Limits(stop_at=5))
+    assert (outcome.step, outcome.finished) == (5, False)
+    torch.manual_seed(2)  # nothing may depend on the global generator
+    runs.train(tmp_path, runs.make_recipe(10))
+    assert_same(undisturbed, tmp_path)
+
+
+def test_a_signal_saves_within_the_step(undisturbed, tmp_path):
+    limits = runs.Limits()
+
+    def after(record: dict) -> None:
+        if record["step"] == 3:
+            limits.signal = signal.SIGTERM  # what the handler does, while step 3 is being reported
+
+    outcome, _ = runs.train(tmp_path, runs.make_recipe(10), limits=limits, observer=runs.Watcher(after))
+    assert (outcome.step, outcome.signal) == (4, signal.SIGTERM)
+    runs.train(tmp_path, runs.make_recipe(10))
+    assert_same(undisturbed, tmp_path)
+
+
+def test_time_is_a_limit(tmp_path):
+    outcome, _ = runs.train(tmp_path, runs.make_recipe(10), limits=runs.Limits(max_seconds=0.0))
+    assert (outcome.step, outcome.finished, outcome.signal) == (1, False, 0)
+    assert runs.checkpoint.newest_whole(tmp_path / "checkpoints").name == "step-0000000001"
+
+
+def test_the_best_checkpoint_stays(tmp_path):
+    runs.train(tmp_path, runs.make_recipe(16, every=1, keep=2, lr=0.05))
+    losses = {r["step"]: r["valid_loss"] for r in runs.records(tmp_path) if "valid_loss" in r}
+    best = min(losses, key=losses.__getitem__)
+    assert best < 15, losses
+    kept = {int(p.name[5:]) for p in (tmp_path / "checkpoints").glob("step-*")}
+    assert kept == {15, 16, best}
+    assert runs.checkpoint.best_whole(tmp_path / "checkpoints").name == runs.checkpoint.folder_name(best)
+
+
+def test_steps_that_are_not_finite_stop_the_run_and_name_the_sequences(tmp_path):
+    recipe = runs.make_recipe(10, every=3)
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_skipped_steps": 3})})
+    runs.train(tmp_path, recipe, limits=runs.Limits(stop_at=3))
+    setup = runs.setup.build_model
+
+    def broken(*arguments):
+        model = setup(*arguments)
+        model.blocks[0].ffn.register_forward_hook(lambda module, inputs, output: output * float("inf"))
+        return model
+
+    runs.setup.build_model = broken
+    try:
+        with pytest.raises(runs.RunError, match=r"step 6: .* 3 steps in a row.*nonfinite-step-6-rank-0.json.*step-0000000003"):
+            runs.train(tmp_path, recipe)
+    finally:
+        runs.setup.build_model = setup
+    assert runs.records(tmp_path)[-1]["skipped_steps"] == 2
+    listed = runs.json.loads((tmp_path / "nonfinite-step-6-rank-0.json").read_text())
+    assert len(listed["batches"]) == 4 and all(batch["sequence_ids"] for batch in listed["batches"])
+    assert runs.checkpoint.newest_whole(tmp_path / "checkpoints").name == "step-0000000003"
