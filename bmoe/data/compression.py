@@ -13,7 +13,7 @@ from isal import igzip_lib
 from bmoe.errors import RequestError
 
 CHUNK = 256 << 10  # compressed bytes read at a time
-OUTPUT = 8 << 20  # decompressed bytes handed on at a time, at most
+OUTPUT = 1 << 20  # decompressed bytes handed on at a time, at most
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 SKIPPABLE = tuple(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))  # zstd frames without content (RFC 8878)
 

@@ -12,6 +12,7 @@ What is read, and how it differs from a parser of clean files:
 from typing import NamedTuple
 
 import numpy as np
+import stringzilla
 
 from bmoe.data.alphabet import Alphabet
 
@@ -77,7 +78,7 @@ def parse(data: bytes, table: bytes) -> Block:
     np.add(line_ends, 1, out=line_starts[1:])
     first = view[line_starts[:-1]]
     line = np.flatnonzero(first == ord(">"))
-    codes = data.translate(table, b"\n")
+    codes = stringzilla.translate(data.replace(b"\n", b""), table)
     comments = np.flatnonzero((first == ord(";")) | (first == ord("#")))
     if comments.size:
         changed = bytearray(codes)

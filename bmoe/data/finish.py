@@ -17,7 +17,7 @@ from bmoe.data.tasks import Plan
 
 KINDS = ("tokens", "offsets", "headers", "headers.offsets", "clusters", "softmask", "softmask.offsets", "hashes", "excluded")
 CHUNK = 8 << 20  # large, so that a hashing thread seldom needs the interpreter
-EVERY = 8  # of a large shard every 8th chunk is counted for the composition
+EVERY = 16  # of a large shard every 16th chunk is counted for the composition
 COUNTED_WHOLE = 16 << 20  # bytes of a shard that are counted whole
 QUANTILES = (0, 5, 25, 50, 75, 95, 100)
 

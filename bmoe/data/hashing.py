@@ -4,6 +4,8 @@ Sequences are hashed with XXH3 (64 bits, seed 0; its output is fixed by its spec
 ids before any byte-pair encoding, so that a split is the same on every machine, in every order and for every version.
 """
 
+import mmap
+
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
@@ -41,7 +43,7 @@ class HashSet:
     """
 
     def __init__(self):
-        self._tables = [np.zeros((FIRST, WIDE), np.uint64)]
+        self._tables = [_table(FIRST)]
         self._used = [0]
 
     def __len__(self) -> int:
@@ -73,7 +75,7 @@ class HashSet:
         """From one table to PARTITIONS."""
         keys = np.sort(self._tables[0][self._tables[0] != 0])
         buckets = int(GROWTH * FIRST / PARTITIONS) + 1
-        self._tables = [np.zeros((buckets, WIDE), np.uint64) for _ in range(PARTITIONS)]
+        self._tables = [_table(buckets) for _ in range(PARTITIONS)]
         bounds = _bounds(keys, PARTITIONS)
         self._used = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
         for table, begin, end in zip(self._tables, bounds, bounds[1:], strict=False):
@@ -103,9 +105,15 @@ def _bucket(keys: np.ndarray, buckets: int) -> np.ndarray:
     return (((keys >> np.uint64(8)) & np.uint64(0xFFFFFFFF)) * np.uint64(buckets) >> np.uint64(32)).astype(np.int64)
 
 
+def _table(buckets: int) -> np.ndarray:
+    """An empty table on pages of its own, which go back to the system with it."""
+    pages = mmap.mmap(-1, buckets * WIDE * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, np.uint64).reshape(buckets, WIDE)
+
+
 def _rebuilt(table: np.ndarray, buckets: int) -> np.ndarray:
     """A table of that many buckets with the same keys, moved a part at a time."""
-    larger = np.zeros((buckets, WIDE), np.uint64)
+    larger = _table(buckets)
     for begin in range(0, table.shape[0], REBUILD):
         keys = table[begin : begin + REBUILD]
         keys = keys[keys != 0]

@@ -284,6 +284,7 @@ class _Run:
         ledger = self.ledger
         if not sum(ledger.totals.sequences) and self.part is None:
             raise RequestError(_nothing(ledger, self.sources))
+        ledger.seen = None  # the hashes are no longer needed: their memory is
         ledger.close_shards()
         ledger.flush()
         count, rows = repeats.repeated(self.scratch / "identifiers", IDENTIFIER, NOTES)

@@ -43,6 +43,9 @@ def repeated(path: Path, dtype: np.dtype, keep: int) -> tuple[int, np.ndarray]:
     """How many rows have a hash that an earlier row has, and the first `keep` of them, in the file's order by source and line."""
     count, found = 0, []
     for rows in buckets(path, dtype):
+        ordered = np.sort(np.ascontiguousarray(rows["hash"]))
+        if not (ordered[1:] == ordered[:-1]).any():
+            continue  # the usual case, and sorting without the order is far quicker
         order = np.argsort(rows["hash"], kind="stable")
         rows = rows[order]
         again = rows[1:][rows["hash"][1:] == rows["hash"][:-1]]

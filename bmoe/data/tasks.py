@@ -11,7 +11,7 @@ from bmoe.data.inputs import Source
 from bmoe.data.options import PrepareOptions
 from bmoe.errors import RequestError
 
-UNIT = 4 << 20  # bytes of a range
+UNIT = 1 << 20  # bytes of a range; what is made of it fits the caches
 CHUNK = 1 << 20
 HASHED = 8 << 20  # bytes hashed at a time: many, so that the thread seldom needs the interpreter
 MARGIN = 16 << 10  # bytes in which the next record is looked for first

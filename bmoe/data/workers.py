@@ -25,8 +25,8 @@ from bmoe.data.options import PrepareOptions
 from bmoe.data.tasks import Task, pieces
 from bmoe.errors import RequestError, RunError
 
-AHEAD = 3  # batches a worker holds while it waits for plans
-QUEUED = 2  # tasks a worker has at hand
+AHEAD = 8  # batches a worker holds while it waits for plans
+QUEUED = 4  # tasks a worker has at hand
 Event = tuple[Task, Summary | Refused | None]  # None: the task is done
 
 
@@ -117,7 +117,7 @@ class Serial:
 
     def events(self, tasks: Iterator[Task]) -> Iterator[Event]:
         """Summaries in order; call `apply` with the plan of each before the next."""
-        with contextlib.closing(ahead(self._pieces(tasks), 2)) as pieces_ahead:
+        with contextlib.closing(ahead(self._pieces(tasks), 4)) as pieces_ahead:
             for task, piece in pieces_ahead:
                 if piece is None:
                     yield task, None
@@ -184,7 +184,7 @@ class Pool:
 
     def events(self, tasks: Iterator[Task]) -> Iterator[Event]:
         """Summaries in order; call `apply` with the plan of each before the next."""
-        with contextlib.closing(ahead(tasks, 2)) as tasks_ahead:
+        with contextlib.closing(ahead(tasks, 4)) as tasks_ahead:
             yield from self._events_of(tasks_ahead)
 
     def _events_of(self, tasks: Iterator[Task]) -> Iterator[Event]:
