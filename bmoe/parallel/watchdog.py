@@ -21,6 +21,7 @@ import torch.distributed as dist
 from bmoe.parallel.launch import leave_reason
 from bmoe.parallel.world import World
 
+PACKAGE = Path(__file__).parent.parent
 HANG_SECONDS = 900.0  # far above any step, and above compilation and a validation
 
 
@@ -89,17 +90,19 @@ def describe(found: dict[int, dict], size: int, seconds: float) -> str:
 
 
 def where(thread: int, device: torch.device) -> dict:
-    """The collective that a thread waits in (None if it is in none) and its innermost line of bmoe."""
+    """The collective that a thread waits in (None if it is in none) and its innermost line of bmoe (of anything,
+    where it is not in bmoe)."""
     frame: FrameType | None = sys._current_frames().get(thread)
     collective, line = pending_on_device() if device.type == "cuda" else None, None
+    innermost = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "its end"
     while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.endswith("distributed_c10d.py") and hasattr(dist, name):
+        file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if file.name == "distributed_c10d.py" and hasattr(dist, name):
             collective = name
-        if line is None and f"{os.sep}bmoe{os.sep}" in file:
-            line = f"bmoe{file.rpartition(f'{os.sep}bmoe')[2]}:{frame.f_lineno}"
+        if line is None and PACKAGE in file.parents:
+            line = f"{file.relative_to(PACKAGE.parent)}:{frame.f_lineno}"
         frame = frame.f_back
-    return {"collective": collective, "line": line or "outside of bmoe"}
+    return {"collective": collective, "line": line or innermost}
 
 
 def pending_on_device() -> str | None:

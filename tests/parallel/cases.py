@@ -1,5 +1,6 @@
 """What the ranks of a test world run; `train(0, 1, ...)` without a world is the one process that all are compared with."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ from bmoe import recipe as recipes
 from bmoe.data.alphabet import alphabet
 from bmoe.data.loader import TrainingLoader
 from bmoe.data.sampler import Position
+from bmoe.errors import RequestError, RunError
 from bmoe.parallel import dispatch
+from bmoe.parallel.launch import on_first
 from bmoe.parallel.world import World
 from bmoe.training import setup, state
+from bmoe.training.guards import check_replicas
 from bmoe.training.loop import Trainer
-from bmoe.training.optimizer import AdamW
+from bmoe.training.optimizer import AdamW, local
 from bmoe.training.stopping import Limits, Stopping
 
 torch.set_num_threads(1)  # as many as the ranks have
@@ -151,3 +155,51 @@ def break_on_purpose(how: str, model, optimizer: AdamW):
     assert not how
     return lambda: None
 
+
+
+def drift(rank: int, size: int, layout: tuple[int, int, int], what: str, culprit: int = 1) -> str:
+    """What the check of replicas says after one rank changed one number."""
+    world, model, optimizer = build(rank, size, make_recipe(layout), torch.float32)
+    position = (0, 7)
+    if rank == culprit and what == "whole":
+        model.blocks[0].ffn.router.weight.data[0, 0] += 1e-7
+    if rank == culprit and what == "part":
+        local(model.blocks[1].ffn.experts.down.data)[0, 0, 0] *= 1.0 + 1e-6
+    if rank == culprit and what == "position":
+        position = (0, 8)
+    try:
+        check_replicas(model, optimizer, 5, position, world)
+    except RunError as error:
+        return str(error)
+    return "all agree"
+
+
+def interrupted(rank: int, size: int, layout: tuple[int, int, int], folder: str) -> tuple[int, int]:
+    """Rank 1 alone is sent SIGTERM during step 3. Returns the last step and the signal that each rank believes in."""
+    recipe, limits = make_recipe(layout, logging={"every": 1}), Limits()
+    world, model, optimizer = build(rank, size, recipe, torch.float32)
+    trainer = make_trainer(Path(folder), recipe, Proteins(), model, optimizer, world)
+    step_of = trainer._step
+
+    def step(batches, lr, number, stopping):
+        result = step_of(batches, lr, number, stopping)
+        if rank == 1 and number == 3:
+            limits.signal = signal.SIGTERM
+        return result
+
+    trainer._step = step
+    outcome = trainer.run(limits)
+    return outcome.step, int(outcome.signal)
+
+
+def decide(rank: int, size: int) -> tuple[str, str]:
+    world = World(torch.device("cpu"), rank, size)
+
+    def refuse():
+        raise RequestError(f"{rank} refused")
+
+    try:
+        on_first(world, refuse)
+    except RequestError as error:
+        return on_first(world, lambda: f"{rank} decided"), str(error)
+    return "", ""

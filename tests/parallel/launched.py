@@ -10,6 +10,7 @@ import torch
 
 from bmoe.errors import RequestError, RunError
 from bmoe.parallel.launch import rank_of, world_from_environment
+from bmoe.parallel.watchdog import Watchdog
 
 caught: list[int] = []
 
@@ -26,6 +27,12 @@ def play(scene: str, folder: Path) -> None:
             raise RequestError("model.width: 3 is not a multiple of model.heads = 2")
         if scene == "one is killed" and world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if scene == "one hangs":
+            with Watchdog(world, folder, limit=2.0) as watchdog:
+                watchdog.beat(7)
+                if world.rank == 1:
+                    time.sleep(120)
+                world.sum(torch.zeros(1))
         if scene == "signal":
             (folder / f"ready-{world.rank}").touch()
             while not caught:
