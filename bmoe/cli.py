@@ -165,25 +165,36 @@ def evaluate(
     runs: Annotated[list[str], typer.Argument(metavar="RUN_OR_CHECKPOINT...", help="Run folders or checkpoints.")],
     data: Annotated[str | None, typer.Option("--data", metavar="DIR", help="Other prepared data than the run's.")] = None,
     split: Annotated[str, typer.Option("--split", metavar="valid|test|train")] = "valid",
+    by: Annotated[str | None, typer.Option("--by", metavar="FIELD", help="Perplexity by a header field, for example OS.")] = None,
+    pseudo: Annotated[bool, typer.Option("--pseudo", help="Pseudo-perplexity: one mask at a time.")] = False,
+    mutations: Annotated[str | None, typer.Option("--mutations", metavar="CSV", help="A deep mutational scan.")] = None,
+    wildtype: Annotated[str | None, typer.Option("--wildtype", metavar="FASTA", help="Its wild type.")] = None,
+    column: Annotated[str | None, typer.Option("--column", metavar="NAME", help="Its column of measured effects.")] = None,
+    structures: Annotated[str | None, typer.Option("--structures", metavar="DIR", help="PDB or mmCIF chains: contacts.")] = None,
+    probe: Annotated[str | None, typer.Option("--probe", metavar="TSV", help="Secondary structure labels: linear probe.")] = None,
+    routing: Annotated[bool, typer.Option("--routing", help="What the experts specialise in.")] = False,
+    embed: Annotated[str | None, typer.Option("--embed", metavar="FASTA", help="Write embeddings of these sequences.")] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE.safetensors", help="Where the embeddings go.")] = None,
+    generate: Annotated[int | None, typer.Option("--generate", min=1, metavar="N", help="Decoders: sample sequences.")] = None,
+    prompt: Annotated[str, typer.Option("--prompt", metavar="SEQ", help="How the samples begin.")] = "",
     device: DEVICE = None,
     report: Annotated[str | None, typer.Option("--report", metavar="FILE.html", help="Write a report page.")] = None,
     json: JSON = None,
 ) -> None:
-    """Evaluate trained models."""
+    """Evaluate trained models; several are compared."""
     from bmoe.jobs import common
     from bmoe.jobs import evaluate as job
+    from bmoe.reports.evaluation import write_evaluation_report
+    from bmoe.reports.terminal_evaluation import evaluation_tables
 
     chosen, line = common.choose_device(device, None)
     console.note(line)
-    results = []
-    for run_ in runs:
-        found, recipe = job.evaluate(run_, data=data, split=split, device=chosen)
-        console.show(job.summary(found))
-        results.append(found)
+    wanted = job.Wanted(by, pseudo, mutations, wildtype, column, structures, probe, routing, embed, out, generate, prompt)
+    results, recipe = job.evaluate(runs, wanted, data=data, split=split, device=chosen)
+    console.show(evaluation_tables(results))
     common.write_json(json, "eval", recipe, results[0] if len(results) == 1 else {"runs": results})
     if report:
-        job.write_evaluation_report(results[0] if len(results) == 1 else results, report)
-        console.note(f"report written to {report}")
+        console.note(f"report written to {write_evaluation_report(results, report)}")
 
 
 def seconds(text: str) -> float:

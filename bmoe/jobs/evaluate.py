@@ -1,15 +1,27 @@
-"""`bmoe eval`: what a trained model knows, on held-out data."""
+"""`bmoe eval`: what trained models know, on held-out data and on the user's tables, structures and sequences."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from rich.table import Table
 
-from bmoe import console
 from bmoe import recipe as recipes
 from bmoe.data.alphabet import Alphabet, alphabet
 from bmoe.errors import RequestError
-from bmoe.evaluation import perplexity, routing
+from bmoe.evaluation import (
+    baselines,
+    contacts,
+    embeddings,
+    generation,
+    groups,
+    mutations,
+    perplexity,
+    probe,
+    pseudo,
+    routing,
+    specialisation,
+)
+from bmoe.evaluation.perplexity import Perplexity
 from bmoe.jobs.common import open_split, shard_folder
 from bmoe.model.transformer import Transformer
 from bmoe.parallel.world import World
@@ -36,35 +48,99 @@ def load_model(path: str, device: torch.device, data: str | None = None) -> tupl
     return model.eval(), recipe, letters
 
 
-def evaluate(path: str, *, data: str | None, split: str, device: torch.device) -> tuple[dict, Recipe]:
-    """The results of one run: perplexities beside their baselines, by length and residue, and expert loads."""
-    model, recipe, _ = load_model(path, device, data)
-    if recipe.precision.kind != "fp32":
-        setup.to_compute_dtype(model)
-    shards = open_split(recipe, shard_folder(recipe), split)
-    held_out = perplexity.evaluate(model, shards, recipe, device=device)
-    results = {"run": path, "split": split, **held_out.results()}
-    if held_out.counts_LE is not None:
-        results["routing"] = {"layers": routing.summary(held_out.counts_LE, model.moe_layers)}
+class Wanted(NamedTuple):
+    """What to evaluate besides the perplexity of a split; None or False leaves a part out."""
+
+    by: str | None = None
+    pseudo: bool = False
+    mutations: str | None = None
+    wildtype: str | None = None
+    column: str | None = None
+    structures: str | None = None
+    probe: str | None = None
+    routing: bool = False
+    embed: str | None = None
+    out: str | None = None
+    generate: int | None = None
+    prompt: str = ""
+
+    def check(self) -> None:
+        """Raises RequestError for flags that do not go together."""
+        if (self.mutations is None) != (self.wildtype is None):
+            raise RequestError("--mutations CSV and --wildtype FASTA go together")
+        if self.column and self.mutations is None:
+            raise RequestError("--column names a column of the table of --mutations, which is missing")
+        if (self.embed is None) != (self.out is None):
+            raise RequestError("--embed FASTA and --out FILE.safetensors go together")
+        if self.prompt and self.generate is None:
+            raise RequestError("--prompt begins the sequences of --generate N, which is missing")
+
+    @property
+    def needs_split(self) -> bool:
+        """Whether the run's data is read: always, unless only sequences of other files are asked about."""
+        elsewhere = (self.mutations, self.structures, self.probe, self.embed, self.generate)
+        return self.routing or self.pseudo or bool(self.by) or not any(elsewhere)
+
+
+def evaluate(
+    paths: list[str], wanted: Wanted, *, data: str | None, split: str, device: torch.device
+) -> tuple[list[dict], Recipe]:
+    """The results of each run, and the recipe of the last. Runs on the same targets are compared with the first, in pairs."""
+    wanted.check()
+    results, first = [], None
+    for path in paths:
+        model, recipe, letters = load_model(path, device, data)
+        if recipe.precision.kind != "fp32":
+            setup.to_compute_dtype(model)
+        found: dict = {"run": path}
+        if wanted.needs_split:
+            held_out = held_out_results(found, model, recipe, wanted, split, device)
+            if first is None:
+                first = (path, held_out)
+            else:
+                found["compared"] = paired(held_out, *first[::-1])
+        other_results(found, model, recipe, letters, wanted, device)
+        results.append(found)
     return results, recipe
 
 
-def summary(results: dict) -> Table:
-    """The numbers of one run, for people."""
-    rows = [("run", results["run"]), ("split", f"{results['split']}: {results['sequences']:,} sequences, {results['targets']:,} targets")]
-    for ending, name in (("_mask", "fully masked"), ("_8010", "training scheme"), ("", "next token")):
-        if f"perplexity{ending}" in results:
-            value, base = results[f"perplexity{ending}"], results[f"baseline{ending}"]
-            ratio, low, high = (results[f"ratio{ending}{x}"] for x in ("", "_low", "_high"))
-            text = f"{value:.3f}   baseline {base:.3f}   ratio {ratio:.4f} [{low:.4f}, {high:.4f}]   ({name})"
-            rows.append((f"perplexity{ending}", text))
-    for entry in results["by_length"]:
-        last = entry["max_length"] or "…"
-        value = entry.get("perplexity_mask", entry.get("perplexity"))
-        rows.append((f"{entry['min_length']}-{last} residues", f"{value:.3f}   {entry['sequences']:,} sequences"))
-    for layer in results.get("routing", {}).get("layers", []):
-        rows.append((
-            f"layer {layer['layer']} experts",
-            f"max/mean {layer['load_max_over_mean']:.2f}   entropy {layer['load_entropy']:.3f}   dead {layer['dead_experts']}",
-        ))
-    return console.settings_table("evaluated", rows)
+def held_out_results(found: dict, model: Transformer, recipe: Recipe, wanted: Wanted, split: str, device: torch.device) -> Perplexity:
+    """Add what is measured on a split of the run's data to `found`."""
+    shards = open_split(recipe, shard_folder(recipe), split)
+    held_out = perplexity.evaluate(model, shards, recipe, device=device)
+    found |= {"split": split, **held_out.results()}
+    ending = "" if recipe.objective.kind == "clm" else "_mask"
+    found[f"bigram{ending}"] = baselines.bigram(shards, recipe, recipe.training.validation_tokens)
+    if held_out.counts_LE is not None:
+        found["routing"] = {"layers": routing.summary(held_out.counts_LE, model.moe_layers)}
+    if wanted.by:
+        found |= {"by_field": wanted.by, "by_group": groups.by_field(held_out, shards, wanted.by)}
+    if wanted.pseudo:
+        found["pseudo"] = pseudo.evaluate(model, shards, recipe, device=device, budget=recipe.training.validation_tokens)
+    if wanted.routing:
+        found["routing"] = specialisation.evaluate(model, shards, recipe, device=device, structures=wanted.probe)
+    return held_out
+
+
+def other_results(found: dict, model: Transformer, recipe: Recipe, letters: Alphabet, wanted: Wanted, device: torch.device) -> None:
+    """Add what is measured on files of the user's to `found`."""
+    if wanted.mutations and wanted.wildtype:
+        found["mutations"] = mutations.evaluate(model, recipe, letters, wanted.mutations, wanted.wildtype, wanted.column, device)
+    if wanted.structures:
+        found["contacts"] = contacts.evaluate(model, recipe, letters, wanted.structures, device)
+    if wanted.probe:
+        found["probe"] = probe.evaluate(model, recipe, letters, wanted.probe, device)
+    if wanted.embed and wanted.out:
+        found["embeddings"] = embeddings.embed(model, recipe, letters, wanted.embed, wanted.out, device)
+    if wanted.generate:
+        found["generation"] = generation.evaluate(
+            model, recipe, letters, device=device, samples=wanted.generate, prompt=wanted.prompt, seed=recipe.seed
+        )
+
+
+def paired(here: Perplexity, there: Perplexity, name: str) -> dict:
+    """Perplexity of one run over that of another on the same targets; empty if the targets differ."""
+    same = here.sequence_S.size == there.sequence_S.size and (here.sequence_S == there.sequence_S).all()
+    if not same or not (here.targets_S == there.targets_S).all():
+        return {}
+    return {"to": name, "schemes": perplexity.compare(here, there)}

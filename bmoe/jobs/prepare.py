@@ -7,6 +7,7 @@ from bmoe.data import prepare as rooms
 from bmoe.data.options import PrepareOptions
 from bmoe.errors import RequestError
 from bmoe.jobs.common import write_json
+from bmoe.reports.prepare_terminal import summary
 
 __all__ = ["PrepareOptions", "default_out", "merge", "prepare", "show", "verify", "write_json"]
 
@@ -67,11 +68,4 @@ def show(results: dict) -> None:
         rows = [(key, f"{value:,}" if isinstance(value, int) else str(value)) for key, value in plain.items()]
         console.show(console.settings_table("checked" if "files" in results else "merged", rows))
         return
-    rows = [("records read", f"{results['records_read']:,}"), ("records kept", f"{results['records_kept']:,}")]
-    rows += [(f"dropped: {reason}", f"{number:,}") for reason, number in results["records_dropped"].items() if number]
-    rows += [("residues", f"{results['residues']:,}")]
-    rows += [(name, f"{split['sequences']:,} sequences, {split['residues']:,} residues") for name, split in results["splits"].items()]
-    rows += [("speed", f"{results['seconds']:.1f} s, {results['mb_per_s']:.0f} MB/s"), ("folder", results["directory"])]
-    if results.get("predicted"):
-        rows += [(f"predicted {key}", f"{value:,.0f}") for key, value in results["predicted"].items()]
-    console.show(console.settings_table("read the beginning of the input" if results.get("dry_run") else "prepared", rows))
+    console.show(summary(results))

@@ -166,7 +166,7 @@ class Trainer:
         _, tokens, residues, _ = window_totals
         self.progress.tokens += tokens
         layers = sums.balance_L.numel()
-        counts_LE = flat[1 + 2 * layers :].reshape(layers, -1).numpy()
+        counts_LE = flat[1 + 2 * layers :].reshape(sums.counts_LE.shape).numpy()
         loads = [load_statistics(counts_E) for counts_E in counts_LE]
         moe_layers, depth = self.model.moe_layers, self.recipe.model.layers
         record = {

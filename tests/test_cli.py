@@ -1,0 +1,313 @@
+"""The commands, end to end on the CPU with a tiny model: exit codes, one-sentence errors, files, resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmoe import cli
+from bmoe import recipe as recipes
+
+REPOSITORY = Path(__file__).parent.parent
+PROTEINS = REPOSITORY / "tests" / "data" / "uniprot_500.fasta.gz"
+TINY = f"""
+name: tiny
+data: {{path: shards, fasta: {PROTEINS}, max_length: 64, tokens_per_batch: 256, prepare: {{valid_fraction: 0.1}}}}
+model: {{layers: 2, width: 32, heads: 2, moe: {{experts: 4, top_k: 2, expert_width: 16, bias_update: 0.001, jitter: 0.01}}}}
+precision: {{kind: fp32}}
+optimizer: {{lr: 1.0e-3}}
+schedule: {{warmup_steps: 5}}
+training: {{steps: 20, tokens_per_step: 512, validate_every: 10, validation_tokens: 2048}}
+checkpoint: {{every: 10, keep: 5}}
+logging: {{every: 5}}
+"""
+TIMES = {"residues_per_s", "tokens_per_s", "step_s", "data_wait_s", "peak_memory_gib", "mfu"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory with the tiny recipe in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+def bmoe(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    capsys.readouterr()
+    code = cli.run(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one sentence of a refused request."""
+    code, _, err = bmoe(capsys, *arguments)
+    assert code == 2 and "Traceback" not in err
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert lines
+    return "\n".join(lines)
+
+
+def records(run: str) -> list[dict]:
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(run: str, step: int) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    return _load_state_dict_from_keys(storage_reader=FileSystemReader(Path(run, "checkpoints", f"step-{step:010d}")))
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + str(key): value}
+    return found
+
+
+def test_ten_and_ten_steps_are_twenty_bit_for_bit(here, capsys):
+    """Weights, moments and every metric but times; the run writes everything that the contract names."""
+    assert bmoe(capsys, "train", "tiny.yaml", "--device", "cpu", "--out", "whole", "--json", "r.json")[0] == 0
+    assert bmoe(capsys, "train", "tiny.yaml", "--device", "cpu", "--out", "halves", "--stop-at", "10")[0] == 0
+    assert Path("halves/checkpoints/latest").read_text().strip() == "step-0000000010"
+    assert bmoe(capsys, "train", "tiny.yaml", "--device", "cpu", "--out", "halves", "--resume")[0] == 0
+    assert records("whole") == records("halves")
+    a, b = flat(tensors("whole", 20)), flat(tensors("halves", 20))
+    assert a.keys() == b.keys() and len(a) > 40
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+    last = records("whole")[-1]
+    for key in ("loss", "lr", "grad_norm", "tokens", "fill", "skipped_steps", "balance_loss", "z_loss", "load_max_over_mean", "load_entropy",
+                "dead_experts", "valid_loss", "valid_perplexity_8010", "valid_perplexity_mask", "valid_baseline_8010", "valid_baseline_mask"):
+        assert key in last, key
+    assert [r["step"] for r in records("whole")] == [1, 5, 10, 15, 20]
+    assert len(last["balance_loss"]) == 2 and last["loss"] < records("whole")[0]["loss"]
+    for file in ("recipe.yaml", "metrics.jsonl", "report.html", "evaluation.json"):
+        assert Path("whole", file).is_file()
+    saved = json.loads(Path("r.json").read_text())
+    assert saved["command"] == "train" and saved["results"]["step"] == 20 and saved["recipe"]["name"] == "tiny"
+
+    changed = [name for name in a if name.startswith("model.")]
+    start = flat(tensors("halves", 10))
+    assert all(not torch.equal(start[n], b[n]) for n in changed if "inverse_frequency" not in n), "some weight never trains"
+
+    code, out, _ = bmoe(capsys, "eval", "whole", "--device", "cpu", "--json", "e.json", "--report", "e.html")
+    assert code == 0 and "fully masked" in out and Path("e.html").is_file()
+    found = json.loads(Path("e.json").read_text())["results"]
+    for scheme in ("8010", "mask"):
+        assert found[f"perplexity_{scheme}"] == pytest.approx(last[f"valid_perplexity_{scheme}"], rel=1e-6)
+        assert found[f"baseline_{scheme}"] == pytest.approx(last[f"valid_baseline_{scheme}"], rel=1e-9)
+    assert sum(entry["sequences"] for entry in found["by_length"]) == found["sequences"]
+    code, out, _ = bmoe(capsys, "export", "whole", "--to", "hf")
+    assert code == 0 and Path("hf/config.json").is_file() and Path("hf/tokenizer.json").is_file()
+
+    repeated = recipes.load("whole/recipe.yaml")
+    assert Path(repeated.data.path).is_absolute() and repeated.backend.experts == "grouped"
+    assert "# auto" in Path("whole/recipe.yaml").read_text()
+
+
+def test_resume_rules(here, capsys):
+    train = ("train", "tiny.yaml", "--device", "cpu", "--set", "training.steps=2", "--set", "training.validate_every=2")
+    assert bmoe(capsys, *train, "--resume")[0] == 0  # --resume without a checkpoint starts
+    sentence = refused(capsys, *train)
+    assert "runs/tiny exists already" in sentence and "--resume" in sentence and "--out" in sentence
+    assert "optimizer.lr" in refused(capsys, *train, "--resume", "--set", "optimizer.lr=1e-5")
+    assert bmoe(capsys, *train, "--resume", "--set", "training.steps=3", "--set", "backend.experts=loop")[0] == 0
+    assert records("runs/tiny")[-1]["step"] == 3
+
+
+def test_a_killed_line_of_metrics_is_cut_off(here, capsys):
+    train = ("train", "tiny.yaml", "--device", "cpu", "--set", "training.validate_every=20")
+    assert bmoe(capsys, *train, "--stop-at", "10")[0] == 0
+    with Path("runs/tiny/metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "loss": 1.0}\n{"step": 20, "lo')
+    assert bmoe(capsys, *train, "--resume", "--stop-at", "11")[0] == 0
+    assert [r["step"] for r in records("runs/tiny")] == [1, 5, 10, 11]
+
+
+def test_eval_of_damaged_and_foreign_checkpoints(here, capsys):
+    train = ("train", "tiny.yaml", "--device", "cpu", "--set", "training.steps=1")
+    assert bmoe(capsys, *train)[0] == 0
+    checkpoint = Path("runs/tiny/checkpoints/step-0000000001")
+    assert "does not exist" in refused(capsys, "eval", "nowhere")
+    assert "neither a run nor a checkpoint" in refused(capsys, "eval", ".")
+    recipe = Path("runs/tiny/recipe.yaml").read_text()
+    Path("runs/tiny/recipe.yaml").write_text(recipe.replace("layers: 2", "layers: 3"))
+    assert "has no model.blocks.2" in refused(capsys, "eval", str(checkpoint), "--device", "cpu")
+    Path("runs/tiny/recipe.yaml").write_text(recipe.replace("expert_width: 16", "expert_width: 32"))
+    assert "shape" in refused(capsys, "eval", str(checkpoint), "--device", "cpu")
+    Path("runs/tiny/recipe.yaml").write_text(recipe)
+    (data,) = checkpoint.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:1000])
+    assert "damaged" in refused(capsys, "eval", str(checkpoint), "--device", "cpu")
+    (checkpoint / ".metadata").unlink()
+    assert "cannot be read" in refused(capsys, "eval", str(checkpoint), "--device", "cpu")
+
+
+REFUSALS = [
+    (["train", "nothing.yaml"], "there is no such recipe"),
+    (["train", "esm2_mo"], "did you mean esm2_moe"),
+    (["train", "tiny.yaml", "--set", "training.stpes=3"], "did you mean training.steps?"),
+    (["train", "tiny.yaml", "--set", "training.steps=many"], "training.steps should be a whole number"),
+    (["train", "tiny.yaml", "--set", "model.moe.top_k=5"], "model.moe.top_k: 5 exceeds"),
+    (["train", "tiny.yaml", "--max-time", "soon"], "--max-time soon"),
+    (["train", "tiny.yaml", "--device", "cpu", "--set", "precision.kind=mxfp8"], "not a multiple of 32"),
+    (["train", "tiny.yaml", "--device", "cpu", "--set", "precision.kind=fp8_block"], "needs an NVIDIA GPU"),
+    (["train", "tiny.yaml", "--device", "cpu", "--set", "backend.attention=varlen"], "varlen needs a GPU"),
+    (["train", "tiny.yaml", "--device", "cpu", "--set", "data.fasta=null"], "has no prepared sequences"),
+    (["train", "tiny.yaml", "--device", "cpu", "--set", "data.fasta=none.fasta"], "none.fasta"),
+    (["train", "tiny.yaml", "--device", "cpu", "--set", "data.prepare.valid_fraction=0"], "no sequence in its valid split"),
+    (["train", "tiny.yaml", "--device", "cpu", "--set", "parallel.data_shard=2"], "1 ranks"),
+    (["train", "tiny.yaml", "--device", "cpu", "--out", "/proc/nowhere"], "/proc/nowhere"),
+    (["train", "tiny.yaml", "--procs", "2"], "--device cpu"),
+    (["train", "tiny.yaml", "--gpus", "1", "--device", "cpu"], "exclude each other"),
+    (["train", "tiny.yaml", "--dry-run", "--world", "3"], "not a multiple"),
+    (["train"], "Missing argument"),
+    (["fly"], "No such command"),
+    (["prepare"], "needs an input"),
+    (["prepare", "missing.fasta"], "missing.fasta"),
+    (["prepare", "a.fasta", "b.fasta"], "--out DIR is needed"),
+    (["prepare", "-"], "--out DIR is needed"),
+    (["prepare", "tiny.yaml", "--part", "x"], "i/n"),
+    (["prepare", "--merge", "a"], "--out DIR"),
+    (["prepare", "--verify", "."], "manifest.json is missing"),
+    (["export", "nowhere", "--to", "x"], "does not exist"),
+]
+
+
+@pytest.mark.parametrize("arguments,part", REFUSALS, ids=[" ".join(a) for a, _ in REFUSALS])
+def test_wrong_requests_exit_with_2_and_one_sentence(here, capsys, arguments, part):
+    assert part in refused(capsys, *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_gpus_that_are_not_here(here, capsys):
+    assert "no CUDA GPU" in refused(capsys, "train", "tiny.yaml", "--gpus", "8")
+    assert "no CUDA GPU" in refused(capsys, "train", "tiny.yaml", "--device", "cuda")
+
+
+def test_empty_fasta_and_corrupt_shards(here, capsys):
+    Path("empty.fasta").write_text("")
+    assert "empty.fasta" in refused(capsys, "prepare", "empty.fasta")
+    assert not Path("data/empty/manifest.json").exists()
+    assert bmoe(capsys, "prepare", str(PROTEINS), "--out", "shards", "--valid-fraction", "0.1")[0] == 0
+    code, _, err = bmoe(capsys, "prepare", str(PROTEINS), "--out", "shards", "--valid-fraction", "0.1")
+    assert code == 0 and "already prepared" in err
+    assert "other options" in refused(capsys, "prepare", str(PROTEINS), "--out", "shards", "--valid-fraction", "0.2")
+    shard = Path("shards/train-00000.tokens")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    assert "train-00000.tokens" in refused(capsys, "train", "tiny.yaml", "--device", "cpu")
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "train-00000.tokens" in refused(capsys, "prepare", "--verify", "shards")
+    shard.write_bytes(content)
+    assert bmoe(capsys, "prepare", "--verify", "shards")[0] == 0
+
+
+def test_debug_shows_the_traceback_before_or_after_the_command(here):
+    for arguments in (["--debug", "train", "no.yaml"], ["train", "no.yaml", "--debug"]):
+        with pytest.raises(recipes.RecipeError):
+            cli.run(arguments)
+
+
+def test_default_folder_of_a_preparation(here, capsys):
+    Path("some.proteins.fasta.gz").write_bytes(PROTEINS.read_bytes())
+    assert bmoe(capsys, "prepare", "some.proteins.fasta.gz", "--json", "p.json")[0] == 0
+    results = json.loads(Path("p.json").read_text())["results"]
+    assert Path("data/some.proteins/manifest.json").is_file()
+    assert results["records_read"] == 500 and results["records_kept"] + sum(results["records_dropped"].values()) == 500
+    for key in ("residues", "splits", "seconds", "mb_per_s"):
+        assert key in results
+
+
+def run_in_background(*arguments: str) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", "from bmoe.cli import main; main()", *arguments], env=environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_signals_checkpoint_and_exit(here, number, code):
+    process = run_in_background("train", "tiny.yaml", "--device", "cpu", "--set", "training.steps=100000", "--set", "checkpoint.every=100000")
+    deadline = time.monotonic() + 120
+    while not (Path("runs/tiny/metrics.jsonl").exists() and len(records("runs/tiny")) >= 2):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    step = records("runs/tiny")[-1]["step"]
+    assert Path("runs/tiny/checkpoints/latest").read_text().strip() == f"step-{step:010d}"
+
+
+def test_dry_run_needs_no_data_and_counts_the_flagship(here, capsys):
+    code, out, _ = bmoe(capsys, "train", "esm2_moe", "--dry-run", "--world", "8", "--json", "d.json")
+    results = json.loads(Path("d.json").read_text())["results"]
+    assert code == 0 and "b200" in out
+    assert results["parameters"] == pytest.approx(2.8e9, rel=0.01) and results["active_parameters"] == pytest.approx(0.82e9, rel=0.01)
+    assert results["batches_per_rank"] == 16 and not Path("data").exists() and not Path("runs").exists()
+
+
+SHRUNK = ["data.max_length=32", "data.tokens_per_batch=128", "training.tokens_per_step=128", "training.steps=2", "training.validate_every=2",
+          "training.validation_tokens=256", "model.layers=2", "model.width=40", "model.heads=2", "data.path=shards"]
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in recipes.shipped_directory().glob("*.yaml")))
+def test_every_shipped_recipe_trains_two_steps_when_shrunk(here, capsys, name):
+    shrink = [*SHRUNK]
+    recipe = recipes.load(recipes.shipped_directory() / f"{name}.yaml")
+    if recipe.model.moe:
+        shrink += ["model.moe.expert_width=16"]
+    else:
+        shrink += ["model.ffn_width=64"]
+    if recipe.data.alphabet == "dna":
+        shrink += ["data.window=30", "model.kv_heads=1"]
+        source = REPOSITORY / "tests" / "data" / "small_genome.fna"
+        Path("genome.fna").write_text(source.read_text() if source.is_file() else GENOME)
+        assert bmoe(capsys, "prepare", "genome.fna", "--alphabet", "dna", "--out", "shards", "--valid-fraction", "0.2")[0] == 0
+    else:
+        assert bmoe(capsys, "prepare", str(PROTEINS), "--out", "shards", "--valid-fraction", "0.1")[0] == 0
+    sets = [part for value in shrink for part in ("--set", value)]
+    code, out, err = bmoe(capsys, "train", name, "--device", "cpu", *sets)
+    assert code == 0, err
+    assert "baseline" in out and records(f"runs/{name}")[-1]["step"] == 2
+
+
+def _genome() -> str:
+    import random
+
+    generator = random.Random(0)
+    return ">chr\n" + "".join(generator.choice("ACGT") for _ in range(400_000)) + "\n"
+
+
+GENOME = _genome()
+
+
+def test_console_draws_a_dashboard_on_a_terminal(monkeypatch):
+    """The live view shows loss, speed, experts and validation."""
+    import io
+
+    from rich.console import Console
+
+    from bmoe import console
+
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr(console, "err", screen)
+    record = {"step": 3, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "residues_per_s": 1234.0, "step_s": 0.5, "peak_memory_gib": 1.0, "mfu": 0.4,
+              "load_max_over_mean": [None, 1.5], "skipped_steps": 2, "valid_perplexity_mask": 17.0}
+    with console.TrainingView("tiny", 10, 0) as view:
+        view.record(record)
+        view.note("hello")
+        view.record(record)
+    text = screen.file.getvalue()
+    for part in ("2.5000", "1,234 residues/s", "17.0000", "1.50", "non-finite", "hello", "MFU"):
+        assert part in text
