@@ -192,14 +192,19 @@ def _to_slots_kernel(values_N, slots_N, row_of_slot_N, n_slots, BLOCK: tl.conste
     tl.store(slots_N + slot, tl.load(values_N + row, mask=row >= 0, other=0.0), mask=slot < n_slots)
 
 
-def spread(x_TD: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
-    """Each token's row copied to the K rows of its slots: [N, D]; rows without a slot stay uninitialised."""
+def spread(x_TD: Tensor, row_of_slot_N: Tensor, k: int, rows: int | None = None) -> Tensor:
+    """Each token's row copied to the rows of its slots: [N, D], or zero-filled [rows, D] where a layout has gaps.
+
+    Without `rows`, rows that no slot owns stay uninitialised.
+    """
     tokens, width = x_TD.shape
-    rows_ND = x_TD.new_empty(tokens * k, width)
-    if rows_ND.numel():
-        rows, columns = row_tile(width)
-        grid = (triton.cdiv(tokens, rows), triton.cdiv(width, columns))
-        _spread_kernel[grid](x_TD.contiguous(), rows_ND, row_of_slot_N, tokens, width, k, rows, columns, num_warps=4)
+    rows_ND = x_TD.new_empty(tokens * k, width) if rows is None else x_TD.new_zeros(rows, width)
+    if tokens and width:
+        tile_rows, columns = row_tile(width)
+        grid = (triton.cdiv(tokens, tile_rows), triton.cdiv(width, columns))
+        _spread_kernel[grid](
+            x_TD.contiguous(), rows_ND, row_of_slot_N, tokens, width, k, tile_rows, columns, num_warps=4
+        )
     return rows_ND
 
 

@@ -60,6 +60,8 @@ def test_spread_and_combine_equal_their_twins(width, tokens, experts, k):
     used = int(order.bounds_E1[-1])
     spread_ND = rows.spread(x_TD, order.row_of_slot_N, k)
     assert torch.equal(spread_ND[:used], rows.spread_reference(x_TD, order.row_of_slot_N, k)[:used])
+    gaps_RD = rows.spread(x_TD, order.row_of_slot_N, k, rows=tokens * k + 7)
+    assert torch.equal(gaps_RD[:used], spread_ND[:used]) and (gaps_RD[used:] == 0).all()
     rows_ND = torch.randn(tokens * k, width, device=DEVICE)
     rows_ND[used:] = float("nan")  # rows of no slot must not be read
     for weights_TK in (None, torch.rand(tokens, k, device=DEVICE)):
