@@ -8,11 +8,11 @@ their gradients are zero.
 """
 
 import inspect
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from bmoe.errors import RequestError
 from bmoe.model.layers import Layout, Linear, Norm, wide
@@ -112,23 +112,17 @@ def attention(
     return _FlashPerSequence.apply(q_THd, k_TGd, v_TGd, cu_seqlens, causal)
 
 
-@cache
-def _varlen_options() -> tuple[object, bool, bool]:
-    """torch's function, whether it takes `is_causal` (torch 2.10) or a window (later), whether it takes `enable_gqa`."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    names = inspect.signature(varlen_attn).parameters
-    return varlen_attn, "is_causal" in names, "enable_gqa" in names
+# torch 2.10 takes `is_causal`, later releases a window; `enable_gqa` came in between. Read once: torch.compile traces the use.
+_VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
+_VARLEN_CAUSAL = {"is_causal": True} if "is_causal" in _VARLEN_OPTIONS else {"window_size": (-1, 0)}
+_VARLEN_GROUPS = "enable_gqa" in _VARLEN_OPTIONS
 
 
 def _varlen(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal) -> Tensor:
     """The kernel leaves tail rows of its outputs unwritten, so both sides of it are cleaned by selection, not by a product."""
-    varlen_attn, has_flag, has_gqa = _varlen_options()
     repeats = q_THd.shape[1] // k_TGd.shape[1]
-    options: dict = {}
-    if causal:
-        options = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
-    if repeats > 1 and has_gqa:
+    options = dict(_VARLEN_CAUSAL) if causal else {}
+    if repeats > 1 and _VARLEN_GROUPS:
         options["enable_gqa"] = True
     elif repeats > 1:
         k_TGd, v_TGd = k_TGd.repeat_interleave(repeats, dim=1), v_TGd.repeat_interleave(repeats, dim=1)

@@ -20,10 +20,11 @@ class MoE(nn.Module):
     def __init__(self, model: ModelSection, backend: BackendSection):
         super().__init__()
         moe = model.moe
-        self.router = Router(
-            model.width, moe.experts, moe.top_k, moe.score, moe.normalize_weights, moe.groups, moe.groups_kept, moe.jitter
-        )
         kind = "grouped" if backend.experts == "auto" else backend.experts
+        self.router = Router(
+            model.width, moe.experts, moe.top_k, moe.score, moe.normalize_weights, moe.groups, moe.groups_kept, moe.jitter,
+            fused=kind == "triton" and moe.groups is None,
+        )  # fmt: skip
         self.experts = build_experts(kind, moe.experts, model.width, moe.expert_width, model.ffn, model.bias)
         shared = moe.shared_experts * moe.expert_width
         self.shared = FeedForward(model.ffn, model.width, shared, model.bias) if shared else None

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmoe.model.layers import Layout
+from bmoe.model.layers import Layout, wide
 
 
 class Routing(NamedTuple):
@@ -48,12 +48,19 @@ class Router(nn.Module):
         groups: int | None = None,
         groups_kept: int | None = None,
         jitter: float = 0.0,
+        fused: bool = False,
     ):
+        """`fused`: on CUDA in fp32, all of it in the kernels of kernels/router.py; they know no groups."""
         super().__init__()
         self.experts, self.top_k, self.score, self.normalize_weights = experts, top_k, score, normalize_weights
         self.groups, self.groups_kept, self.jitter = groups, groups_kept, jitter
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("selection_bias", torch.zeros(experts))
+        self.kernels = None
+        if fused:
+            from bmoe.kernels.router import route  # imported here: it needs triton
+
+            self.kernels = route
 
     def _apply(self, fn, recurse: bool = True):
         """Follow a move to another device; refuse casts to half precision, the router stays fp32."""
@@ -66,9 +73,13 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: Layout) -> Routing:
         with torch.autocast(x_TD.device.type, enabled=False):
-            x_TD = x_TD.to(self.weight.dtype)
             if self.jitter > 0.0 and self.training:
+                x_TD = wide(x_TD)
                 x_TD = x_TD * self._noise(x_TD, layout.jitter_key)
+            if self.kernels is not None and x_TD.is_cuda and self.weight.dtype == torch.float32:
+                options = (self.top_k, self.score, self.normalize_weights)
+                return Routing(*self.kernels(x_TD, self.weight, self.selection_bias, layout.real_tokens, *options))
+            x_TD = x_TD.to(self.weight.dtype)
             logits_TE = F.linear(x_TD, self.weight)
             scores_TE = logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
             return self._route(logits_TE, scores_TE, layout)

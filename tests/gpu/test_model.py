@@ -93,10 +93,13 @@ def test_exact_attention_on_the_gpu(dtype):
     torch.testing.assert_close(out.cpu(), attention(q, k, v, bounds, 140, True), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("experts", ["grouped", "triton"])
 @pytest.mark.parametrize("section", SHAPES.values(), ids=SHAPES)
-def test_bf16_model_is_near_float64(section):
+def test_bf16_model_is_near_float64(section, experts):
     """Relative errors of logits and of every gradient. A near tie may send a token elsewhere in bf16, hence the median."""
-    model, batch = gpu_model(section).eval(), packed((150, 30, 400, 2), tail=700)
+    if experts == "triton" and section.moe is None:
+        pytest.skip("a dense model has no experts")
+    model, batch = gpu_model(section, experts=experts).eval(), packed((150, 30, 400, 2), tail=700)
     twin = reference(section, model).eval()
     output = train(model, batch)
     expected = train(twin, {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
@@ -111,9 +114,12 @@ def test_bf16_model_is_near_float64(section):
 
 
 @pytest.mark.parametrize("recompute", ["none", "experts", "full"])
+@pytest.mark.parametrize("experts", ["grouped", "triton"])
 @pytest.mark.parametrize("section", SHAPES.values(), ids=SHAPES)
-def test_blocks_compile_into_one_graph_each(section, recompute):
-    model = gpu_model(section, recompute=recompute)
+def test_blocks_compile_into_one_graph_each(section, experts, recompute):
+    if experts == "triton" and section.moe is None:
+        pytest.skip("a dense model has no experts")
+    model = gpu_model(section, experts=experts, recompute=recompute)
     plain = gpu_model(section)
     torch._dynamo.reset()
     for block in model.blocks:
@@ -138,9 +144,12 @@ def test_other_lengths_do_not_compile_again():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("experts", ["grouped", "triton"])
 @pytest.mark.parametrize("section", SHAPES.values(), ids=SHAPES)
-def test_no_step_waits_for_the_device(section, compiled):
-    model = gpu_model(section)
+def test_no_step_waits_for_the_device(section, experts, compiled):
+    if experts == "triton" and section.moe is None:
+        pytest.skip("a dense model has no experts")
+    model = gpu_model(section, experts=experts)
     if compiled:
         torch._dynamo.reset()
         for block in model.blocks:

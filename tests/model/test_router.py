@@ -184,3 +184,15 @@ def test_extreme_logits_stay_finite():
         routing = module(x, layout(3))
         (routing.balance + routing.weights_TK.sum()).backward()
         assert routing.weights_TK.isfinite().all() and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_kernels_twin_defines_the_same(score, normalize):
+    """The fused kernels are held to their own plain twin (tests/kernels); that twin is this router."""
+    reference = pytest.importorskip("bmoe.kernels.router").route_reference
+    module = router(experts=8, top_k=3, score=score, normalize_weights=normalize)
+    module.selection_bias.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(1))
+    twin = reference(x, module.weight, module.selection_bias, torch.tensor(41), 3, score, normalize)
+    torch.testing.assert_close(tuple(module(x, layout(50, real=41))), twin)
