@@ -121,7 +121,7 @@ def number(value: object) -> str:
         return "–" if math.isnan(value) else ("∞" if value > 0 else "-∞")
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
         return f"{int(value):,}"
-    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e7):
+    if value != 0 and (abs(value) < 1e-4 or abs(value) >= 1e7):
         return f"{value:.2e}"
     digits = max(0, 3 - int(math.floor(math.log10(abs(value))))) if value else 0
     return f"{value:,.{min(digits, 4)}f}"

@@ -5,8 +5,10 @@ from bmoe.reports.plots import bar_chart, heat_map
 
 TEXT = (
     "Perplexity is the number of equally likely residues the model is left with; lower is better. The baseline knows only how "
-    "frequent each residue is, the bigram baseline also the nearest visible neighbours."
+    "frequent each residue is, the bigram baseline also the nearest visible neighbours; both are flattered, since they count the "
+    "very sequences that they are judged on."
 )
+MOST_RESIDUES = 30  # bars; a byte-pair alphabet has thousands
 NAMES = {"_mask": "fully masked", "_8010": "training scheme", "": "next token"}
 
 
@@ -51,7 +53,7 @@ def _by_length(bins: list[dict], ending: str) -> str:
 
 
 def _by_residue(entries: list[dict], ending: str) -> str:
-    common = [e for e in entries if e["targets"] >= 20]
+    common = [e for e in entries if e["targets"] >= 20][:MOST_RESIDUES]
     groups = [("model", [e[f"perplexity{ending}"] for e in common]), ("baseline", [e[f"baseline{ending}"] for e in common])]
     text = "How surprised the model is by each true residue, the most frequent first; rare ones are harder for any model."
     return bar_chart("Perplexity by residue", [e["residue"] for e in common], groups, "perplexity", text) if common else ""

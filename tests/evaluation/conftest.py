@@ -1,5 +1,8 @@
 """Sequences in memory that look like one split of prepared shards, small recipes and models."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +62,15 @@ def small_model(recipe: recipes.Recipe, seed: int = 0, scale: float = 4.0) -> Tr
             if parameter.ndim > 1:
                 parameter.mul_(scale)
     return model.eval()
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder BMOE_REAL_DATA: public samples too large, or not free enough, for the repository."""
+    folder = Path(os.environ.get("BMOE_REAL_DATA", "no such folder"))
+    if not folder.is_dir():
+        pytest.skip("BMOE_REAL_DATA does not name the folder of real samples")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,6 @@ from bmoe.data.alphabet import alphabet
 from bmoe.data.loader import validation_batches
 from bmoe.evaluation import baselines
 
-REAL = Path("/work/shared/data")
-
 
 def composition(path: Path) -> np.ndarray:
     letters = alphabet("protein")
@@ -22,11 +20,10 @@ def composition(path: Path) -> np.ndarray:
     return np.bincount(letters.encode(text), minlength=letters.size).astype(float)
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="the real protein samples are not on this machine")
 @pytest.mark.parametrize(("name", "mask", "mixed"), [("uniprot_20k", 18.15, 15.17), ("uniref90_10k", 17.6, 14.80)])
-def test_known_baselines_of_real_proteins(name, mask, mixed):
+def test_known_baselines_of_real_proteins(real_data, name, mask, mixed):
     """18.15 and 17.6 are of held-out parts of the samples; 15.17 and 14.80 of their 20 standard residues."""
-    letters, counts_V = alphabet("protein"), composition(REAL / f"{name}.fasta.gz")
+    letters, counts_V = alphabet("protein"), composition(real_data / f"{name}.fasta.gz")
     standard_V = np.where(np.isin(np.arange(letters.size), letters.residues), counts_V, 0)
     for counts, share, random, published, tolerance in [(counts_V, 1.0, 0.0, mask, 0.06), (standard_V, 0.8, 0.1, mixed, 0.005)]:
         ours = np.exp(counts @ baselines.unigram_nats(counts, letters, share, random) / counts.sum())
@@ -92,3 +89,4 @@ def test_bigram_knows_a_strict_alternation(memory_shards, make_recipe):
     # A is always followed by C; C by A, or by <eos> in 2 of 10 cases.
     counts = 8 * np.log(0.8) + 2 * np.log(0.2)
     assert baselines.bigram_perplexity(batches, shards.alphabet, causal=True) == pytest.approx(np.exp(-counts / 22), rel=1e-9)
+    assert baselines.bigram(shards, recipe, None) == pytest.approx(np.exp(-counts / 22), rel=1e-9)

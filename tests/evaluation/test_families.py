@@ -1,15 +1,11 @@
 """Families: relatives together, chance apart, folds that never cut a family."""
 
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bmoe.evaluation.families import families, folds
 from bmoe.evaluation.structures import read_chains
-
-REAL = Path("/work/shared/data/structures")
-
 
 PER_MILLE = (78, 51, 45, 54, 19, 43, 63, 74, 22, 51, 91, 57, 22, 39, 52, 71, 58, 13, 32, 64)
 COMPOSITION = dict(zip("ARNDCQEGHILKMFPSTWYV", PER_MILLE, strict=True))
@@ -29,9 +25,8 @@ def test_mutated_copies_are_relatives_and_random_sequences_are_not():
     assert len(set(family)) >= 30 - 8  # 3.5 false links expected; 9 or more have a chance of 1 %
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="the 42 chains are not on this machine")
-def test_the_known_families_of_the_shared_chains():
-    chains = read_chains(REAL)
+def test_the_known_families_of_42_chains(real_data):
+    chains = read_chains(real_data / "structures")
     family = families([c.sequence for c in chains])
     assert max(np.bincount(family)) == 18  # trypsin-like
     number = {c.name.split(":")[0]: f for c, f in zip(chains, family, strict=True)}

@@ -8,6 +8,7 @@ from torch import nn
 
 from bmoe.data import objectives
 from bmoe.data.loader import validation_batches
+from bmoe.errors import RequestError
 from bmoe.evaluation import perplexity
 from bmoe.model.transformer import Output
 
@@ -151,6 +152,12 @@ def test_two_models_are_compared_on_the_same_targets(proteins, make_recipe, make
     assert there["ratio"] == pytest.approx(1 / back["ratio"])
     with pytest.raises(ValueError, match="different targets"):
         perplexity.compare(first, evaluate(make_model(recipe), proteins, recipe, budget=500))
+
+
+def test_an_empty_split_is_refused(memory_shards, make_recipe, make_model):
+    recipe = make_recipe()
+    with pytest.raises(RequestError, match="no sequence in the split 'valid'"):
+        evaluate(make_model(recipe), memory_shards([]), recipe)
 
 
 def test_training_mode_is_restored(proteins, make_recipe, make_model):

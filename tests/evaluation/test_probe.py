@@ -1,6 +1,5 @@
 """Probe: no leakage, the classifier of scikit-learn, a planted signal at a known layer, and labels in real tables."""
 
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from bmoe.errors import RequestError
 from bmoe.evaluation import labels, probe
 
 CPU = torch.device("cpu")
-REAL = Path("/work/shared/data/ss8_2000.tsv.gz")
 
 
 def test_repeats_duplicates_and_conflicts(tmp_path, make_proteins):
@@ -98,9 +96,8 @@ def test_tables_that_do_not_fit(tmp_path, make_recipe, make_model, proteins):
         run("sequence\nMKV\n")
 
 
-@pytest.mark.skipif(not REAL.is_file(), reason="the secondary structures are not on this machine")
-def test_the_shared_table():
-    found = labels.read_labelled(REAL)
+def test_a_real_table_of_secondary_structures(real_data):
+    found = labels.read_labelled(real_data / "ss8_2000.tsv.gz")
     assert found.counts["read"] == 2000 and found.counts["conflicting"] >= 35
     assert found.is_secondary_structure
     assert len(set(found.group)) > 1000

@@ -12,7 +12,6 @@ from bmoe.errors import RequestError
 from bmoe.evaluation.structures import c_beta, read_chains, read_structure
 
 DATA = Path(__file__).parent.parent / "data" / "structures"
-REAL = Path("/work/shared/data/structures")
 
 
 def atoms(path: Path):
@@ -86,10 +85,9 @@ def test_folders_without_structures_are_refused(tmp_path):
         read_chains(tmp_path)
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="the 42 chains are not on this machine")
-def test_the_shared_chains():
-    chains = read_chains(REAL)
+def test_the_42_chains(real_data):
+    chains = read_chains(real_data / "structures")
     assert len(chains) == 42 and sum(len(c.sequence) for c in chains) == 8969
     inserted = next(c for c in chains if c.name.startswith("4ZHL_U"))
-    ids = [r.id for c in atoms(REAL / "4ZHL_U.pdb.gz") for r in c if "CA" in r]
+    ids = [r.id for c in atoms(real_data / "structures" / "4ZHL_U.pdb.gz") for r in c if "CA" in r]
     assert any(insertion.strip() for _, _, insertion in ids) and len(inserted.sequence) == len(ids)

@@ -8,7 +8,6 @@ import pytest
 from bmoe.errors import RequestError
 from bmoe.evaluation.variants import read_variants
 
-REAL = Path("/work/shared/data")
 WILD = "MKTAYIAKQR"
 
 
@@ -65,11 +64,10 @@ def test_errors_say_what_is_wrong(tmp_path, text, column, words):
         read_variants(table(tmp_path, text), WILD, column)
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="the beta-lactamase scan is not on this machine")
-def test_beta_lactamase_scan_and_the_two_numberings():
-    lines = (REAL / "blat_ecolx_wt.fasta").read_text().splitlines()
+def test_beta_lactamase_scan_and_the_two_numberings(real_data):
+    lines = (real_data / "blat_ecolx_wt.fasta").read_text().splitlines()
     whole = "".join(lines[1:])
-    scan = REAL / "BLAT_ECOLX_Ranganathan2015.csv.gz"
+    scan = real_data / "BLAT_ECOLX_Ranganathan2015.csv.gz"
     found = read_variants(scan, whole, "2500")
     assert len(found.names) == 4996 and found.offset == 0 and not found.dropped
     assert found.names[0] == "H24C" and found.sites[0] == ((23, "H", "C"),)
