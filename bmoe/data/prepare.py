@@ -129,6 +129,8 @@ class _Run:
         with self._locked():
             state = self._journal(resume)
             self.plan = Plan(self.sources, self.options, self.part)
+            if state is not None:  # streams read before the kill are not read again
+                self.plan.digests = {int(source): found for source, found in state["digests"].items()}
             try:
                 return self._run(state)
             except RequestError:
@@ -272,7 +274,7 @@ class _Run:
     def _save(self, phase: str) -> None:
         place = [self.source, self.next, self.offset, self.line, self.source_records, self.source_text, self.text]
         item = alphabet(self.options.alphabet, self.out).dtype().itemsize
-        self.ledger.save({"phase": phase, "request": self._request(), "place": place, "item": item})
+        self.ledger.save({"phase": phase, "request": self._request(), "place": place, "item": item, "digests": self.plan.digests})
 
     def _show(self, phase: str) -> None:
         total = 0 if any(s.kind == "stdin" for s in self.sources) else self.plan.total

@@ -16,6 +16,7 @@ import pytest
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
 from bmoe.data import blocks, compression, tasks
+from bmoe.data.ledger import Ledger
 from bmoe.data.prepare import PrepareOptions, merge, prepare, verify
 from bmoe.data.shards import Shards
 from bmoe.errors import RequestError, RunError
@@ -363,6 +364,31 @@ def test_an_unfinished_preparation_is_not_overwritten_and_resume_wants_the_same_
     prepare([str(proteins)], out, OPTIONS, resume=True)
     prepare([str(proteins)], tmp_path / "whole", OPTIONS)
     assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_resume_in_every_phase_keeps_the_hashes_of_streams(proteins, tmp_path, monkeypatch):
+    """A stream that was read to its end before the kill is not read again, but its SHA-256 is in the manifest."""
+    names = [str(PROTEINS), str(proteins), str(MANY)]
+    prepare(names, tmp_path / "whole", OPTIONS)
+    monkeypatch.setattr("bmoe.data.prepare.JOURNAL_S", 0.0)
+    for stop in (1, 2, 3, 4, "finish"):
+        with monkeypatch.context() as patch:
+            if stop == "finish":
+                patch.setattr("bmoe.data.finish.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            else:
+                saves = iter([*[None] * stop, KeyboardInterrupt])
+                save = Ledger.save
+
+                def killed(self, journal, saves=saves, save=save):
+                    save(self, journal)
+                    if (error := next(saves)) is not None:
+                        raise error
+
+                patch.setattr(Ledger, "save", killed)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(names, tmp_path / str(stop), OPTIONS)
+        prepare(names, tmp_path / str(stop), OPTIONS, resume=True)
+        assert tree(tmp_path / str(stop)) == tree(tmp_path / "whole")
 
 
 def test_the_same_again_is_already_prepared_and_anything_else_is_refused(proteins, tmp_path):
