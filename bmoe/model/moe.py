@@ -15,9 +15,9 @@ from bmoe.recipe import BackendSection, ModelSection
 
 
 class MoE(nn.Module):
-    """y_t = sum over the chosen e of weight_te * expert_e(x_t) + shared(x_t); dropless."""
+    """y_t = sum over the chosen e of weight_te * expert_e(x_t) + shared(x_t); dropless. `precision`: of the experts' GEMMs."""
 
-    def __init__(self, model: ModelSection, backend: BackendSection):
+    def __init__(self, model: ModelSection, backend: BackendSection, precision: str = "bf16"):
         super().__init__()
         moe = model.moe
         kind = "grouped" if backend.experts == "auto" else backend.experts
@@ -25,7 +25,7 @@ class MoE(nn.Module):
             model.width, moe.experts, moe.top_k, moe.score, moe.normalize_weights, moe.groups, moe.groups_kept, moe.jitter,
             fused=kind == "triton" and moe.groups is None,
         )  # fmt: skip
-        self.experts = build_experts(kind, moe.experts, model.width, moe.expert_width, model.ffn, model.bias)
+        self.experts = build_experts(kind, moe.experts, model.width, moe.expert_width, model.ffn, model.bias, precision)
         shared = moe.shared_experts * moe.expert_width
         self.shared = FeedForward(model.ffn, model.width, shared, model.bias) if shared else None
 

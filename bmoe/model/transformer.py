@@ -20,7 +20,7 @@ from bmoe.model.attention import Attention, Rotary
 from bmoe.model.layers import FeedForward, Layout, Linear, Norm, default_ffn_width, wide
 from bmoe.model.moe import MoE
 from bmoe.model.router import layer_key
-from bmoe.recipe import BackendSection, ModelSection
+from bmoe.recipe import BackendSection, ModelSection, PrecisionSection
 
 TRAINING_MASK_SHARE = 0.15 * 0.8  # ESM-2's share of `<mask>` in training, to which token dropout scales
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
     `recompute` names what the backward pass computes again: nothing, the experts, or everything but the routing.
     """
 
-    def __init__(self, model: ModelSection, backend: BackendSection, layer: int):
+    def __init__(self, model: ModelSection, backend: BackendSection, layer: int, precision: str = "bf16"):
         super().__init__()
         self.recompute = backend.recompute
         self.attention_norm = Norm(model.norm, model.width, model.bias)
@@ -63,7 +63,7 @@ class Block(nn.Module):
         self.ffn_norm = Norm(model.norm, model.width, model.bias)
         self.is_moe = model.moe is not None and layer >= model.moe.dense_layers
         if self.is_moe:
-            self.ffn = MoE(model, backend)
+            self.ffn = MoE(model, backend, precision)
         else:
             hidden = model.ffn_width or default_ffn_width(model.ffn, model.width)
             self.ffn = FeedForward(model.ffn, model.width, hidden, model.bias)
@@ -110,13 +110,15 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """See the module. Its memory is empty until `initialize` or a checkpoint fills it."""
 
-    def __init__(self, model: ModelSection, vocabulary: Vocabulary, backend: BackendSection):
+    def __init__(
+        self, model: ModelSection, vocabulary: Vocabulary, backend: BackendSection, precision: PrecisionSection | None = None
+    ):
         super().__init__()
         self.section, self.vocabulary = model, vocabulary
         self.experts = model.moe.experts if model.moe else 0
         self.rotary = Rotary(model.width // model.heads, model.rope_base)
         self.embedding = nn.Parameter(torch.empty(vocabulary.size, model.width))
-        self.blocks = nn.ModuleList(Block(model, backend, layer) for layer in range(model.layers))
+        self.blocks = nn.ModuleList(Block(model, backend, layer, _kind(precision, layer, model)) for layer in range(model.layers))
         self.final_norm = Norm(model.norm, model.width, model.bias)
         self.head = Head(model, vocabulary.size)
 
@@ -190,6 +192,14 @@ class Transformer(nn.Module):
             self.blocks[index].ffn.router.selection_bias.zero_()
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_value(name, parameter.shape, self.section, seed))
+
+
+def _kind(precision: PrecisionSection | None, layer: int, model: ModelSection) -> str:
+    """The format of a layer's expert GEMMs: the recipe's, but for the layers that it keeps in high precision."""
+    if precision is None or precision.emulate or precision.kind == "fp32":
+        return "bf16"
+    kept = precision.high_precision_layers
+    return precision.kind if kept.first <= layer < model.layers - kept.last else "bf16"
 
 
 def _scalar(value: Tensor | int, like: Tensor) -> Tensor:

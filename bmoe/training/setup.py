@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
+from bmoe.model.experts.auto import choose
 from bmoe.model.transformer import Transformer, Vocabulary
 from bmoe.parallel import shard
 from bmoe.parallel.world import World
@@ -49,7 +50,12 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
         )
     experts, attention, compiled = backend.experts, backend.attention, backend.compile
     if experts == "auto":
-        experts, reason = choose_experts(recipe, cuda)
+        experts, reason = "loop", "the model has no experts"
+        if recipe.model.moe:
+            model, moe, precision = recipe.model, recipe.model.moe, recipe.precision
+            experts, reason = choose(
+                world.device, precision.kind, model.width, moe.expert_width, moe.experts, model.ffn, model.bias, precision.emulate
+            )
         reasons["backend.experts"] = f"auto: {reason}"
     if attention == "auto":
         attention = "varlen" if cuda and low else "sdpa"
@@ -67,19 +73,6 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
     return recipe.model_copy(update=values), reasons
 
 
-def choose_experts(recipe: Recipe, cuda: bool) -> tuple[str, str]:
-    """(implementation, reason) for `backend.experts: auto`."""
-    if not cuda:
-        return "grouped", "no GPU; grouped products of the sorted rows"
-    if recipe.model.ffn != "swiglu" or recipe.model.bias or recipe.precision.kind == "fp32":
-        return "grouped", "the fused kernels are for bf16 SwiGLU experts without bias"
-    if recipe.precision.emulate:
-        return "grouped", "the emulation rounds the inputs of grouped products"
-    if recipe.precision.kind != "bf16":
-        return "te", f"{recipe.precision.kind} runs in Transformer Engine"
-    return "triton", "bf16 SwiGLU on a GPU: fused passes around grouped GEMMs"
-
-
 def vocabulary(letters: Alphabet) -> Vocabulary:
     """What the model knows of an alphabet."""
     return Vocabulary(letters.size, letters.pad_id, letters.mask_id)
@@ -93,7 +86,7 @@ def stays_wide(name: str, parameter: Tensor) -> bool:
 def build_model(recipe: Recipe, letters: Alphabet, device: torch.device) -> Transformer:
     """A resolved recipe's model on `device`, fp32, filled from the seed."""
     with device:
-        model = Transformer(recipe.model, vocabulary(letters), recipe.backend)
+        model = Transformer(recipe.model, vocabulary(letters), recipe.backend, recipe.precision)
     model.initialize(recipe.seed)
     return model
 
