@@ -1,4 +1,4 @@
-"""The router in two kernels forward and three backward: logits, scores, top-k, weights, loads and both losses.
+"""The router in two kernels forward and four backward: logits, scores, top-k, weights, loads and both losses.
 
 Shapes: T tokens, D width, E experts, K top-k, n real tokens (slots at or beyond n are a dummy tail), B token blocks.
 
@@ -170,18 +170,14 @@ def _backward_kernel(
     dbalance,
     dz,
     real_tokens,
-    weight_ED,
     dlogits_TE,
-    dx_TD,
     tokens,
-    D: tl.constexpr,
     E: tl.constexpr,
     E_P2: tl.constexpr,
     K: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.arange(0, E_P2)
@@ -219,18 +215,33 @@ def _backward_kernel(
     dlogits += soft * (2.0 * tl.load(dz) * log_total / n)[:, None]
     dlogits = tl.where(real & real_expert, dlogits, 0.0)
     tl.store(dlogits_TE + token[:, None] * E + expert[None, :], dlogits, mask=inside & real_expert)
-    for first in range(0, D, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)
-        w = tl.load(
-            weight_ED + expert[:, None] * D + d[None, :], mask=(expert < E)[:, None] & (d < D)[None, :], other=0.0
-        )
-        # dx is rounded to x's dtype: for bf16, tf32 products are four times finer than that rounding.
-        if dx_TD.dtype.element_ty == tl.float32:
-            dx = tl.dot(dlogits, w, input_precision="ieee")
-        else:
-            dx = tl.dot(dlogits, w, input_precision="tf32")
-        at = token[:, None].to(tl.int64) * D + d[None, :]
-        tl.store(dx_TD + at, dx.to(dx_TD.dtype.element_ty), mask=inside & (d < D)[None, :])
+
+
+@triton.jit
+def _input_kernel(
+    dlogits_TE,
+    weight_ED,
+    dx_TD,
+    tokens,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    E_P2: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    expert = tl.arange(0, E_P2)
+    inside = (token < tokens)[:, None]
+    dlogits = tl.load(dlogits_TE + token[:, None] * E + expert[None, :], mask=inside & (expert < E)[None, :], other=0.0)
+    w = tl.load(weight_ED + expert[:, None] * D + d[None, :], mask=(expert < E)[:, None] & (d < D)[None, :], other=0.0)
+    # dx is rounded to x's dtype: for bf16, tf32 products are four times finer than that rounding.
+    if dx_TD.dtype.element_ty == tl.float32:
+        dx = tl.dot(dlogits, w, input_precision="ieee")
+    else:
+        dx = tl.dot(dlogits, w, input_precision="tf32")
+    at = token[:, None].to(tl.int64) * D + d[None, :]
+    tl.store(dx_TD + at, dx.to(dx_TD.dtype.element_ty), mask=inside & (d < D)[None, :])
 
 
 @triton.jit
@@ -331,14 +342,19 @@ def router_backward(
     if tokens == 0:
         return dx_TD, torch.zeros_like(weight_ED)
     dlogits_TE = torch.empty_like(logits_TE)
-    _backward_kernel[(triton.cdiv(tokens, TOKENS),)](
-        logits_TE, experts_TK, dweights_TK.contiguous(), counts_E, dbalance, dz, real_tokens, weight_ED, dlogits_TE,
-        dx_TD, tokens, width, experts, experts_p2, experts_TK.shape[1], sigmoid, normalize, TOKENS, 64, num_warps=4,
+    blocks = triton.cdiv(tokens, TOKENS)
+    block_t = max(min(2048 // experts_p2, TOKENS), 8)  # more would not fit into registers
+    _backward_kernel[(triton.cdiv(tokens, block_t),)](
+        logits_TE, experts_TK, dweights_TK.contiguous(), counts_E, dbalance, dz, real_tokens, dlogits_TE, tokens,
+        experts, experts_p2, experts_TK.shape[1], sigmoid, normalize, block_t, num_warps=4,
     )  # fmt: skip
-    splits = min(triton.cdiv(tokens, TOKENS), 32)
+    block_d = 128 if width >= 128 else 64
+    _input_kernel[(blocks, triton.cdiv(width, block_d))](
+        dlogits_TE, weight_ED, dx_TD, tokens, width, experts, experts_p2, TOKENS, block_d, num_warps=4
+    )
+    splits = min(blocks, 32)
     tokens_of_split = triton.cdiv(triton.cdiv(tokens, splits), TOKENS) * TOKENS
     partial_SED = weight_ED.new_empty(splits, experts, width)
-    block_d = 128 if width >= 128 else 64
     _weight_kernel[(splits, triton.cdiv(width, block_d))](
         dlogits_TE, x_TD, partial_SED, tokens, tokens_of_split, width, experts, experts_p2, TOKENS, block_d,
         num_warps=4, num_stages=3,

@@ -59,42 +59,48 @@ def _count_kernel(ids_N, counts_BE, n_slots, EXPERTS_P2: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def _scan_kernel(counts_BE, totals_E, n_blocks, EXPERTS_P2: tl.constexpr, CHUNK: tl.constexpr):
+    """One expert per program: counts of its blocks become the sum of the blocks before."""
+    expert = tl.program_id(0)
+    running = tl.zeros([], tl.int32)
+    for first in range(0, n_blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        at = counts_BE + block * EXPERTS_P2 + expert
+        counts = tl.load(at, mask=block < n_blocks, other=0)
+        tl.store(at, running + tl.cumsum(counts, axis=0) - counts, mask=block < n_blocks)
+        running += tl.sum(counts, axis=0)
+    tl.store(totals_E + expert, running)
+
+
+@triton.jit
 def _place_kernel(
     ids_N,
-    counts_BE,
+    before_BE,
+    totals_E,
     weights_N,
     row_of_slot_N,
     token_of_row_N,
     weight_of_row_N,
     bounds_E1,
     n_slots,
-    n_blocks,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_P2: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS_P2)
-    total = tl.zeros([EXPERTS_P2], tl.int32)
-    before = tl.zeros([EXPERTS_P2], tl.int32)
-    for first in range(0, n_blocks, CHUNK):
-        b = first + tl.arange(0, CHUNK)
-        counts = tl.load(counts_BE + b[:, None] * EXPERTS_P2 + expert[None, :], mask=(b < n_blocks)[:, None], other=0)
-        total += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where((b < block)[:, None], counts, 0), axis=0)
-    # Ids at or above EXPERTS ("no expert") may fall into padding columns of the counters: they own no row.
-    total = tl.where(expert < EXPERTS, total, 0)
-    ends = tl.cumsum(total, axis=0)
+    totals = tl.load(totals_E + expert, mask=expert < EXPERTS, other=0)
+    ends = tl.cumsum(totals, axis=0)
     if block == 0:
         tl.store(bounds_E1 + 1 + expert, ends, mask=expert < EXPERTS)
         tl.store(bounds_E1 + expert, 0, mask=expert == 0)
+    start = ends - totals + tl.load(before_BE + block * EXPERTS_P2 + expert)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_N + slot, mask=slot < n_slots, other=EXPERTS_P2).to(tl.int32)
     hit = (ids[:, None] == expert[None, :]).to(tl.int32)
-    rank = tl.cumsum(hit, axis=0) - 1
-    row = tl.sum(hit * (rank + (ends - total + before)[None, :]), axis=1)
+    row = tl.sum(hit * (tl.cumsum(hit, axis=0) - 1 + start[None, :]), axis=1)
+    # An id at or above EXPERTS ("no expert") owns no row, also where it falls into a padding column.
     real = (ids < EXPERTS) & (slot < n_slots)
     tl.store(row_of_slot_N + slot, tl.where(real, row, -1), mask=slot < n_slots)
     tl.store(token_of_row_N + row, slot // K, mask=real)
@@ -102,7 +108,7 @@ def _place_kernel(
 
 
 def sort_slots(experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
-    """Stable counting sort of the N expert ids (int64, each in [0, experts]) in two launches; weights fp32."""
+    """Stable counting sort of the N expert ids (int64, each in [0, experts]) in three launches; weights fp32."""
     ids_N = experts_TK.reshape(-1)
     n = ids_N.numel()
     row_of_slot_N = torch.empty(n, dtype=torch.int32, device=ids_N.device)
@@ -115,15 +121,16 @@ def sort_slots(experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
     if n == 0:
         return order
     experts_p2 = triton.next_power_of_2(experts)
-    block = min(max(32768 // experts_p2, 16), 1024, max(triton.next_power_of_2(n), 16))
+    block = min(max(8192 // experts_p2, 16), 1024, max(triton.next_power_of_2(n), 16))
     blocks = triton.cdiv(n, block)
     counts_BE = torch.empty(blocks, experts_p2, dtype=torch.int32, device=ids_N.device)
-    warps = 16 if block * experts_p2 > 16384 else 4
-    _count_kernel[(blocks,)](ids_N, counts_BE, n, experts_p2, block, num_warps=warps)
-    chunk = min(triton.next_power_of_2(blocks), max(8192 // experts_p2, 1))
+    totals_E = torch.empty(experts_p2, dtype=torch.int32, device=ids_N.device)
+    _count_kernel[(blocks,)](ids_N, counts_BE, n, experts_p2, block, num_warps=4)
+    chunk = min(triton.next_power_of_2(blocks), 1024)
+    _scan_kernel[(experts_p2,)](counts_BE, totals_E, blocks, experts_p2, chunk, num_warps=4)
     _place_kernel[(blocks,)](
-        ids_N, counts_BE, weights_TK.reshape(-1), *order, n, blocks, experts_TK.shape[1], experts, experts_p2, block,
-        chunk, num_warps=warps,
+        ids_N, counts_BE, totals_E, weights_TK.reshape(-1), *order, n, experts_TK.shape[1], experts, experts_p2, block,
+        num_warps=4,
     )  # fmt: skip
     return order
 
