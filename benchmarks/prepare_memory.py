@@ -62,8 +62,12 @@ def main() -> None:
                 process.join()
                 shutil.rmtree(out)
                 peak[dedup, workers] = own
-                print(f"{millions:5.1f} M records, {'with' if dedup else 'without'} deduplication, {workers} worker(s): peak {own:6.1f} MB"
-                      + (f" and {child:6.1f} MB a worker" if workers > 1 else "") + f", {seconds:5.1f} s, {time.perf_counter() - begun:.1f} s in all", flush=True)
+                print(
+                    f"{millions:5.1f} M records, {'with' if dedup else 'without'} deduplication, {workers} worker(s): peak {own:6.1f} MB"
+                    + (f" and {child:6.1f} MB a worker" if workers > 1 else "")
+                    + f", {seconds:5.1f} s, {time.perf_counter() - begun:.1f} s in all",
+                    flush=True,
+                )
                 assert kept == int(millions * 1e6)
             for workers in (1, 2):
                 more = (peak[True, workers] - peak[False, workers]) * 1e6

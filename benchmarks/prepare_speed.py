@@ -52,7 +52,9 @@ def generate(proteins: list[bytes], path: Path, size: int, seed: int = 0) -> int
                     letters[places] = LETTERS[random.integers(0, 20, places.size)]
                 text = letters.tobytes()
                 name = b"A0A%09X" % records
-                parts.append(b">UniRef50_%s %s n=%d Tax=Homo sapiens TaxID=9606 RepID=%s_HUMAN\n" % (name, NAMES[number % 4], records % 9 + 1, name))
+                parts.append(
+                    b">UniRef50_%s %s n=%d Tax=Homo sapiens TaxID=9606 RepID=%s_HUMAN\n" % (name, NAMES[number % 4], records % 9 + 1, name)
+                )
                 parts.append(b"\n".join([text[k : k + 60] for k in range(0, len(text), 60)]) + b"\n")
                 written += len(parts[-1]) + len(parts[-2])
                 records += 1
@@ -112,7 +114,9 @@ def main() -> None:
         for _ in range(options.runs):
             for way, run in ways.items():
                 seconds[way].append(run())
-    print(f"{size:.0f} MB, {records} records, {options.runs} rounds; start-up {startup[1]:.2f} s (1 worker), {startup[2]:.2f} s (2 workers)")
+    print(
+        f"{size:.0f} MB, {records} records, {options.runs} rounds; start-up {startup[1]:.2f} s (1 worker), {startup[2]:.2f} s (2 workers)"
+    )
     results = {}
     reference = size / statistics.median(seconds["Biopython SimpleFastaParser"])
     for way, times in seconds.items():
@@ -122,7 +126,9 @@ def main() -> None:
         results[way] = {"mb_per_s": speed, "ratio": statistics.median(ratios), "seconds": times, "start_up": aside}
         print(f"{way:30s} {speed:7.0f} MB/s   {statistics.median(ratios):5.2f} x Biopython   seconds {' '.join(f'{t:.2f}' for t in times)}")
     if options.json:
-        Path(options.json).write_text(json.dumps({"megabytes": size, "records": records, "biopython": reference, "results": results}, indent=1))
+        Path(options.json).write_text(
+            json.dumps({"megabytes": size, "records": records, "biopython": reference, "results": results}, indent=1)
+        )
 
 
 if __name__ == "__main__":

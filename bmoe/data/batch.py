@@ -5,7 +5,7 @@ before (duplicates, places in the shards) and answers which sequences are stored
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,57 +17,7 @@ from bmoe.data.clean import Clean, clean
 from bmoe.data.clusters import Clusters
 from bmoe.data.hashing import hashes, split_of
 from bmoe.data.options import PrepareOptions
-
-NOTES = 10_000  # lines of the log per reason; all are counted
-
-
-class Note(NamedTuple):
-    """A line of the log: where, who, what, and more."""
-
-    line: int  # within the piece, from 0
-    identifier: str
-    reason: str
-    detail: str = ""
-
-
-class Refused(Exception):
-    """A record that a policy `error` refuses. line: of its header within the piece."""
-
-    def __init__(self, line: int, identifier: str, problem: str):
-        super().__init__(line, identifier, problem)
-        self.line, self.identifier, self.problem = line, identifier, problem
-
-
-@dataclass
-class Summary:
-    """What the ledger must know of a batch of n sequences out of R records.
-
-    records: number of records that begin here. dropped: {reason: records}. letters: {what: number}. notes: for the log.
-    lines: lines of the piece. end: offset in the input after it. length, header_length, split, hash, cluster, record: of
-    each sequence; record is its record's number in the piece, line that of its header. identifiers: hash of every record's
-    identifier (0: none) and its line. mask_runs: uint32 [m, 2] and their number per sequence. continued, open: of the piece.
-    skipped_text: lines of text before an input's first record.
-    """
-
-    records: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    letters: dict[str, int] = field(default_factory=dict)
-    notes: list[Note] = field(default_factory=list)
-    lines: int = 0
-    end: int = 0
-    continued: bool = False
-    open: bool = False
-    length: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    header_length: np.ndarray | None = None
-    split: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
-    hash: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    cluster: np.ndarray | None = None
-    record: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    identifier_hash: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    identifier_line: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    mask_runs: np.ndarray | None = None
-    mask_count: np.ndarray | None = None
-    skipped_text: int = 0
+from bmoe.data.summary import EMPTY, INTERNAL_STOP, INVALID, NOTES, REASONS, TOO_LONG, TOO_SHORT, Note, Refused, Summary
 
 
 class Batch(NamedTuple):
@@ -253,7 +203,9 @@ class Builder:
         start, end, split, record, names = [], [], [], [], []
         whole = np.flatnonzero((reasons == 0) & ~long)
         keys = self._strand_hashes([data[a:b] for a, b in zip(bounds[whole].tolist(), bounds[whole + 1].tolist(), strict=True)])
-        whole_split = dict(zip(whole.tolist(), self._split(keys if cluster_of is None else cluster_of[whole].view(np.uint64)).tolist(), strict=True))
+        whole_split = dict(
+            zip(whole.tolist(), self._split(keys if cluster_of is None else cluster_of[whole].view(np.uint64)).tolist(), strict=True)
+        )
         for r in np.flatnonzero(reasons == 0).tolist():
             begin, stop = int(bounds[r]), int(bounds[r + 1])
             if r in whole_split:
@@ -333,8 +285,6 @@ class Builder:
         return np.array([i for e in encoded for i in e], self.letters.dtype), bounds[:-1], bounds[1:]
 
 
-REASONS = ("", "empty", "too_short", "too_long", "invalid", "internal_stop")
-EMPTY, TOO_SHORT, TOO_LONG, INVALID, INTERNAL_STOP = range(1, 6)
 _NO_NAME = (b"",)
 
 

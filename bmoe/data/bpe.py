@@ -25,8 +25,12 @@ def learn(pieces: Iterator[Piece], size: int, out: Path) -> None:
         raise RequestError("there is no base to learn a byte-pair encoding from: the input has no sequence")
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(DNA_SPECIALS), initial_alphabet=list(DNA_LETTERS), limit_alphabet=len(DNA_LETTERS),
-        show_progress=False, max_token_length=LONGEST,
+        vocab_size=size,
+        special_tokens=list(DNA_SPECIALS),
+        initial_alphabet=list(DNA_LETTERS),
+        limit_alphabet=len(DNA_LETTERS),
+        show_progress=False,
+        max_token_length=LONGEST,
     )
     tokenizer.train_from_iterator(words, trainer)
     temporary = out / (TOKENIZER_FILE + ".partial")

@@ -16,7 +16,8 @@ TRAILING = bytes([BLANK, GAP, STOP])
 class Clean(NamedTuple):
     """R sequences, one after the other.
 
-    ids: token ids (or base ids), uint8. parts: the same, each sequence alone. bounds: int64 [R+1]. lower: bool like ids, or None if nothing is lower case.
+    ids: token ids (or base ids), uint8. parts: the same, each sequence alone. bounds: int64 [R+1].
+    lower: bool like ids, or None if nothing is lower case.
     invalid, stops: letters outside the alphabet and internal `*` per record, int64 [R], or None if there are none.
     counts: {what: number of letters}. records: {what: numbers of the records that have any}, for the log.
     """
@@ -108,7 +109,7 @@ def _odd(joined, ids, odd, bounds, unknown, remove_gaps, counts, affected):
             ids[odd[internal]] = unknown
     invalid = None
     if wrong.any():
-        if (letters := int(np.count_nonzero(code == INVALID))):
+        if letters := int(np.count_nonzero(code == INVALID)):
             counts["invalid_letters"] = letters
         invalid = np.bincount(record[wrong], minlength=records)
         ids[odd[wrong]] = unknown

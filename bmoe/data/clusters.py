@@ -46,10 +46,10 @@ class Clusters:
         rows = np.flatnonzero(~known).tolist()
         if rows:  # `sp|P12345|NAME`: tables often list the accession alone
             names = [(headers[r].split(None, 1) or [b""])[0].split(b"|") for r in rows]
-            rows, names = zip(*pairs) if (pairs := [(r, n[1]) for r, n in zip(rows, names, strict=True) if len(n) > 1]) else ((), ())
-            at = np.array(rows, np.int64)
+            pairs = [(r, name[1]) for r, name in zip(rows, names, strict=True) if len(name) > 1]
+            at = np.array([r for r, _ in pairs], np.int64)
             part = found[at]
-            known[at] = self._look_up(hashes(list(names)), part)
+            known[at] = self._look_up(hashes([name for _, name in pairs]), part)
             found[at] = part
         alone = int(np.count_nonzero(~known))
         if alone:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from bmoe.data.alphabet import TOKENIZER_FILE, Alphabet
-from bmoe.data.ledger import LENGTHS, LOG, PARTIAL, Ledger
+from bmoe.data.bulk import PARTIAL
+from bmoe.data.ledger import LENGTHS, LOG, Ledger
 from bmoe.data.shards import FORMAT, MANIFEST, SPLITS
 from bmoe.data.tasks import Plan
 
@@ -58,7 +59,9 @@ class Digests:
         self._thread.join()
 
 
-def manifest(out: Path, ledger: Ledger, request: dict, letters: Alphabet, digests: Callable, plan: Plan, workers: int, show: Callable) -> dict:
+def manifest(
+    out: Path, ledger: Ledger, request: dict, letters: Alphabet, digests: Callable, plan: Plan, workers: int, show: Callable
+) -> dict:
     """Rename the files, hash them, write and return the manifest. May be repeated after a kill at any point."""
     show("hash")
     for partial in sorted(out.glob("*" + PARTIAL)):

@@ -152,5 +152,3 @@ def _composition(parts: list[tuple[Path, dict]], letters) -> dict[str, float]:
         for symbol, share in manifest["composition"].items():
             counted[place[symbol]] += share * manifest["residues"]
     return composition(counted, letters)
-
-

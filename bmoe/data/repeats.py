@@ -27,7 +27,7 @@ def buckets(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
             for k, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
                 if begin < end:
                     files[k].write(part[order[begin:end]].tobytes())
-    for file, name in zip(files, names, strict=True):
+    for file in files:
         file.close()
     for name in names:
         yield np.fromfile(name, dtype)

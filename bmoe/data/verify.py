@@ -24,12 +24,14 @@ def verify(directory: str | Path) -> dict:
             for kind, facts in shard["files"].items():
                 counted = _check(directory / f"{shard['name']}.{kind}", facts, letters.dtype if kind == "tokens" else None, result)
                 if counted is not None and counted[letters.size :].any():
-                    raise RequestError(f"{directory / shard['name']}.tokens has an id beyond the {letters.size} of {letters.name}: prepare the data again")
+                    path = directory / f"{shard['name']}.tokens"
+                    raise RequestError(f"{path} has an id beyond the {letters.size} of {letters.name}: prepare the data again")
             found = _offsets(directory, shard, np.dtype(letters.dtype).itemsize)
             sequences, residues = sequences + found[0], residues + found[1]
         for what, number in (("sequences", sequences), ("residues", residues)):
             if entry[what] != number:
-                raise RequestError(f"{directory}: split {split} has {number} {what} where its manifest says {entry[what]}: prepare the data again")
+                said = f"split {split} has {number} {what} where its manifest says {entry[what]}"
+                raise RequestError(f"{directory}: {said}: prepare the data again")
             result[what] += number
     return result
 

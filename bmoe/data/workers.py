@@ -16,12 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bmoe.data import inputs
+from bmoe.data.ahead import ahead
 from bmoe.data.alphabet import alphabet, dna, is_bpe
-from bmoe.data.batch import Batch, Builder, Note, Refused, Summary, duplicate_notes
+from bmoe.data.batch import Batch, Builder, duplicate_notes
 from bmoe.data.blocks import Piece
+from bmoe.data.bulk import Bulk, Plan
 from bmoe.data.clusters import Clusters
-from bmoe.data.ledger import Bulk, Plan
 from bmoe.data.options import PrepareOptions
+from bmoe.data.summary import Note, Refused, Summary
 from bmoe.data.tasks import Task, pieces
 from bmoe.errors import RequestError, RunError
 
@@ -61,42 +63,6 @@ class _Readers:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
-
-
-def ahead(items: Iterator, depth: int) -> Iterator:
-    """The same items, made by a thread that is up to `depth` of them ahead; its error is raised in its place."""
-    made: queue.Queue = queue.Queue(depth)
-    stopped = threading.Event()
-
-    def put(item) -> None:
-        while not stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                made.put(item, timeout=1.0)
-                return
-
-    def work() -> None:
-        try:
-            for item in items:
-                put((item, None))
-                if stopped.is_set():
-                    return
-            put(None)
-        except BaseException as error:  # whatever it is, it belongs to the reader of the items
-            put((None, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        while (entry := made.get()) is not None:
-            item, error = entry
-            if error is not None:
-                raise error
-            yield item
-    finally:
-        stopped.set()
-        with contextlib.suppress(queue.Empty):
-            made.get_nowait()
-        thread.join()
 
 
 class Serial:

@@ -56,14 +56,22 @@ def html(results: dict) -> str:
         [
             tiles(key),
             "".join(f"<p><b>{note}</b></p>" for note in empty_splits(results)),
-            section("Splits", table(["split", "sequences", "residues"], [[n, s["sequences"], s["residues"]] for n, s in splits.items()]),
-                    text="By the hash of each sequence, or of its cluster: equal sequences are on one side."),
-            section("Records dropped", table(["why", "records"], [[REASONS.get(k, k), n] for k, n in results["records_dropped"].items()]),
-                    text="prepare.log has the place of each, the first 10,000 of a reason."),
+            section(
+                "Splits",
+                table(["split", "sequences", "residues"], [[n, s["sequences"], s["residues"]] for n, s in splits.items()]),
+                text="By the hash of each sequence, or of its cluster: equal sequences are on one side.",
+            ),
+            section(
+                "Records dropped",
+                table(["why", "records"], [[REASONS.get(k, k), n] for k, n in results["records_dropped"].items()]),
+                text="prepare.log has the place of each, the first 10,000 of a reason.",
+            ),
             section("Found on the way", table(["what", "number"], [[COUNTS.get(k, k), n] for k, n in results["counts"].items() if n])),
             section("Lengths", lengths(results), quantiles(results)),
             section("Composition", composition(results)),
-            section("Inputs", table(["file", "bytes", "SHA-256"], [[s["name"], s["bytes"], s["sha256"]] for s in results["sources"][:200]])),
+            section(
+                "Inputs", table(["file", "bytes", "SHA-256"], [[s["name"], s["bytes"], s["sha256"]] for s in results["sources"][:200]])
+            ),
             section("Options", table(["option", "value"], [[name, str(value)] for name, value in results["options"].items()])),
         ],
     )
@@ -73,7 +81,8 @@ def empty_splits(results: dict) -> list[str]:
     """A sentence for every split that was asked for and got nothing."""
     shares = {"valid": results["options"]["valid_fraction"], "test": results["options"]["test_fraction"]}
     return [
-        f"The split {name} is empty: its share of {share:g} of {results['records_kept']:,} records is too small; choose a larger --{name}-fraction."
+        f"The split {name} is empty: a share of {share:g} of {results['records_kept']:,} records is too small; "
+        f"choose a larger --{name}-fraction."
         for name, share in shares.items()
         if share > 0 and not results["splits"][name]["sequences"] and not results.get("part")
     ]
@@ -82,8 +91,13 @@ def empty_splits(results: dict) -> list[str]:
 def lengths(results: dict) -> str:
     """Histogram over powers of two."""
     bins = results["lengths"]["histogram"]
-    return bar_chart("Sequences by length", [str(start) for start, _ in bins], [("sequences", [number for _, number in bins])], "sequences",
-                     "Each bar counts lengths from its label to the next.")
+    return bar_chart(
+        "Sequences by length",
+        [str(start) for start, _ in bins],
+        [("sequences", [number for _, number in bins])],
+        "sequences",
+        "Each bar counts lengths from its label to the next.",
+    )
 
 
 def quantiles(results: dict) -> str:
@@ -100,5 +114,10 @@ def composition(results: dict) -> str:
         return bar_chart("Letters", [letter for letter, _ in shares], [("percent", [100 * share for _, share in shares])], "percent")
     rows = beside_swissprot(results["composition"])
     groups = [("this data", [found for _, found, _ in rows]), ("Swiss-Prot", [other for _, _, other in rows])]
-    return bar_chart("Amino acids", [letter for letter, _, _ in rows], groups, "percent of residues",
-                     "Swiss-Prot as its release statistics give it; a large difference means another kind of data, or a mistake.")
+    return bar_chart(
+        "Amino acids",
+        [letter for letter, _, _ in rows],
+        groups,
+        "percent of residues",
+        "Swiss-Prot as its release statistics give it; a large difference means another kind of data, or a mistake.",
+    )

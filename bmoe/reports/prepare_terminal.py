@@ -70,7 +70,9 @@ def _composition(results: dict) -> Table:
     if protein:
         table.add_column("Swiss-Prot", justify="right")
     table.add_column()
-    rows = beside_swissprot(results["composition"]) if protein else [(k, 100 * v, None) for k, v in list(results["composition"].items())[:16]]
+    rows = (
+        beside_swissprot(results["composition"]) if protein else [(k, 100 * v, None) for k, v in list(results["composition"].items())[:16]]
+    )
     most = max(found for _, found, _ in rows)
     for letter, found, other in rows:
         cells = [letter, f"{found:.2f}"] + ([f"{other:.2f}" if other is not None else ""] if protein else [])

@@ -24,8 +24,42 @@ from bmoe.data.options import PrepareOptions
 from bmoe.errors import RequestError
 
 HERE = Path(__file__).parent
-SPECIAL = [b">", b"\n", b"\r\n", b"\r", b"\n>", b"\r>", b"\n\n", b" ", b"\t", b";", b"#", b"\n;", b"*", b"-", b".", b"\0", b"\xef\xbb\xbf", b"\xff", b"J",
-           b"j", b"0", b"^", b"n", b"\x0b", b"\x0c", b"\x1c", b"\x85", b"> ", b">\n", b"\n>\n>", b"*\n", b"\xc3\xa4", b"U", b"NNNN"]
+SPECIAL = [
+    b">",
+    b"\n",
+    b"\r\n",
+    b"\r",
+    b"\n>",
+    b"\r>",
+    b"\n\n",
+    b" ",
+    b"\t",
+    b";",
+    b"#",
+    b"\n;",
+    b"*",
+    b"-",
+    b".",
+    b"\0",
+    b"\xef\xbb\xbf",
+    b"\xff",
+    b"J",
+    b"j",
+    b"0",
+    b"^",
+    b"n",
+    b"\x0b",
+    b"\x0c",
+    b"\x1c",
+    b"\x85",
+    b"> ",
+    b">\n",
+    b"\n>\n>",
+    b"*\n",
+    b"\xc3\xa4",
+    b"U",
+    b"NNNN",
+]
 OTHER_BLANKS = bytes.maketrans(b"\x1c\x1d\x1e\x1f\x85\xa0", b"\x01" * 6)  # Python's str strips these, we read them as invalid letters
 LETTERS = {"protein": "LAGVSERTIDPKQNFYMHWCXBUZO", "dna": "ACGTNRYSWKMBDHVU"}
 

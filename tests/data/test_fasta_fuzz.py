@@ -29,7 +29,9 @@ def test_corrupt_gzip_is_never_taken_for_whole():
 
 
 LINES = st.lists(
-    st.one_of(st.text("ACDEFGHIKLMNPQRSTVWYXBZUOJacd*-. \t", max_size=30), st.text(">;#\x00AC d", max_size=8), st.just(""), st.just(">id text")),
+    st.one_of(
+        st.text("ACDEFGHIKLMNPQRSTVWYXBZUOJacd*-. \t", max_size=30), st.text(">;#\x00AC d", max_size=8), st.just(""), st.just(">id text")
+    ),
     max_size=12,
 )
 

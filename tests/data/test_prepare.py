@@ -139,14 +139,16 @@ def test_members_of_a_cluster_are_on_one_side(columns, tmp_path):
 
 def test_clusters_of_uniref_headers(tmp_path):
     (tmp_path / "in.fasta").write_text(
-        ">UniRef90_A UniRef50_X n=1\nMKVA\n>UniRef90_B UniRef50_X n=2\nMKVC\n>UniRef90_C thing n=2 RepID=Q1_HUMAN\nMKVD\n>UniRef90_D\nMKVE\n"
+        ">UniRef90_A UniRef50_X n=1\nMKVA\n>UniRef90_B UniRef50_X n=2\nMKVC\n>UniRef90_C n=2 RepID=Q1_HUMAN\nMKVD\n>UniRef90_D\nMKVE\n"
     )
     prepare([str(tmp_path / "in.fasta")], tmp_path / "out", PrepareOptions(valid_fraction=0, clusters="uniref"))
     a, b, c, d = Shards(tmp_path / "out", "train").clusters
     assert a == b and len({a, c, d}) == 3
 
 
-@pytest.mark.parametrize("table, problem", [("a\tb\tc\n", ":1 has 3 columns"), ("", "is empty"), ("a\tb\na\tc\nd\tb\n", "lists members twice")])
+@pytest.mark.parametrize(
+    "table, problem", [("a\tb\tc\n", ":1 has 3 columns"), ("", "is empty"), ("a\tb\na\tc\nd\tb\n", "lists members twice")]
+)
 def test_a_wrong_cluster_table_is_refused(table, problem, proteins, tmp_path):
     (tmp_path / "c.tsv").write_text(table)
     with pytest.raises(RequestError, match=problem):
@@ -183,7 +185,10 @@ def test_policies(options, kept, dropped, tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     "options, place",
-    [({"on_invalid": "error"}, "in.fasta:3:bad has the invalid letter '1'"), ({"internal_stop": "error"}, r"in.fasta:5:stop has a \* inside")],
+    [
+        ({"on_invalid": "error"}, "in.fasta:3:bad has the invalid letter '1'"),
+        ({"internal_stop": "error"}, r"in.fasta:5:stop has a \* inside"),
+    ],
 )
 def test_the_policy_error_names_file_line_and_record(options, place, workers, tmp_path):
     (tmp_path / "in.fasta").write_text(ODD)
@@ -201,8 +206,16 @@ def test_lines_are_counted_over_ranges_of_a_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{"alphabet": "rna"}, {"alphabet": "dna-bpe:3"}, {"on_invalid": "keep"}, {"valid_fraction": 1.0}, {"valid_fraction": 0.6, "test_fraction": 0.4},
-     {"min_length": -1}, {"max_length": 1}, {"format": "vcf"}],
+    [
+        {"alphabet": "rna"},
+        {"alphabet": "dna-bpe:3"},
+        {"on_invalid": "keep"},
+        {"valid_fraction": 1.0},
+        {"valid_fraction": 0.6, "test_fraction": 0.4},
+        {"min_length": -1},
+        {"max_length": 1},
+        {"format": "vcf"},
+    ],
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(RequestError):
@@ -301,8 +314,8 @@ def test_byte_pairs_decode_to_the_bases(tmp_path):
 
 CHILD = """
 import sys
-from bmoe.data import prepare, tasks
-tasks.UNIT, prepare.JOURNAL_S = 16_000, 0.0
+from bmoe.data import prepare, run, tasks
+tasks.UNIT, run.JOURNAL_S = 16_000, 0.0
 if __name__ == "__main__":
     name, out, workers = sys.argv[1:]
     print("go", flush=True)
@@ -319,7 +332,10 @@ def killed_often(name: Path, folder: Path, workers: int, kills: int, seed: int) 
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
     for attempt in range(kills + 1):
         child = subprocess.Popen(
-            [sys.executable, folder / "child.py", name, folder / "killed", str(workers)], stdout=subprocess.PIPE, text=True, env=environment,
+            [sys.executable, folder / "child.py", name, folder / "killed", str(workers)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
             start_new_session=True,
         )
         assert child.stdout.readline() == "go\n"
@@ -337,7 +353,9 @@ def killed_often(name: Path, folder: Path, workers: int, kills: int, seed: int) 
     return hits
 
 
-@pytest.mark.parametrize("kills, workers", [(2, 1), (2, 2), pytest.param(15, 1, marks=pytest.mark.slow), pytest.param(15, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kills, workers", [(2, 1), (2, 2), pytest.param(15, 1, marks=pytest.mark.slow), pytest.param(15, 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["plain", pytest.param("gzip", marks=pytest.mark.slow)])
 def test_killed_and_resumed_gives_the_bytes_of_an_undisturbed_run(kills, workers, kind, tmp_path):
     name = tmp_path / ("in.fasta" if kind == "plain" else "in.fasta.gz")
@@ -370,7 +388,7 @@ def test_resume_in_every_phase_keeps_the_hashes_of_streams(proteins, tmp_path, m
     """A stream that was read to its end before the kill is not read again, but its SHA-256 is in the manifest."""
     names = [str(PROTEINS), str(proteins), str(MANY)]
     prepare(names, tmp_path / "whole", OPTIONS)
-    monkeypatch.setattr("bmoe.data.prepare.JOURNAL_S", 0.0)
+    monkeypatch.setattr("bmoe.data.run.JOURNAL_S", 0.0)
     for stop in (1, 2, 3, 4, "finish"):
         with monkeypatch.context() as patch:
             if stop == "finish":
@@ -467,8 +485,12 @@ def test_wrong_sets_of_parts_are_refused(proteins, tmp_path):
     prepare([str(proteins)], tmp_path / "whole", OPTIONS)
     prepare([str(proteins)], tmp_path / "other", PrepareOptions(seed=3), part=(2, 2))
     for folders, problem in (
-        (["p1"], "part 2 of 2 is missing"), (["p1", "p1", "p2"], "both part 1"), (["p1", "whole"], "no part"), (["p1", "other"], "different"),
-        ([], "no part was named"), (["p1", "nowhere"], "no prepared data"),
+        (["p1"], "part 2 of 2 is missing"),
+        (["p1", "p1", "p2"], "both part 1"),
+        (["p1", "whole"], "no part"),
+        (["p1", "other"], "different"),
+        ([], "no part was named"),
+        (["p1", "nowhere"], "no prepared data"),
     ):
         with pytest.raises(RequestError, match=problem):
             merge([tmp_path / name for name in folders], tmp_path / "merged")
@@ -535,7 +557,7 @@ def test_dry_run_leaves_nothing_and_predicts_a_small_input_exactly(proteins, tmp
 def test_progress_reaches_the_end(proteins, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "UNIT", 10_000)
     seen = []
-    monkeypatch.setattr("bmoe.data.prepare.SHOWN_S", 0.0)
+    monkeypatch.setattr("bmoe.data.run.SHOWN_S", 0.0)
     prepare([str(proteins)], tmp_path / "out", OPTIONS, progress=seen.append)
     done = [p.done for p in seen]
     assert done == sorted(done) and done[-1] == seen[-1].total == proteins.stat().st_size and len(seen) > 10

@@ -45,15 +45,25 @@ TABLE = {
     "cr_only.fasta": ([("a", "MKTAY"), ("b", "MNN")], {}, {}),
     "crlf.fasta": ([("a desc", "MKTAYIAK"), ("b", "MNN")], {}, {}),
     "dup_ids.fasta": (
-        [("a", "MKTAYIAK"), ("a", "MNNNKVLA")], {"duplicate": 1}, {"duplicate_identifiers": 1, "sequences_with_duplicates": 1},
+        [("a", "MKTAYIAK"), ("a", "MNNNKVLA")],
+        {"duplicate": 1},
+        {"duplicate_identifiers": 1, "sequences_with_duplicates": 1},
     ),
     "empty_records.fasta": ([("b", "MKV"), ("d", "MA")], {"empty": 2}, {}),
     "glued_header.fasta": ([("b", "MKV")], {"empty": 1}, {"glued_headers": 1}),
     "no_newline.fasta": ([("a", "MKTAYIAK")], {}, {}),
     "nul.fasta": ([("a", "MK?MT"), ("b", "MKV")], {}, {"invalid_letters": 1}),
     "odd_residues.fasta": (
-        [("j", "MK?LLV"), ("lower", "MKVLAAA"), ("gap", "MKVL"), ("digit", "MK?VL"), ("caret", "MKV?LAA"), ("stop_end", "MKVLA"),
-         ("stop_mid", "MK?VLA"), ("rare", "MUOBZXKV")],
+        [
+            ("j", "MK?LLV"),
+            ("lower", "MKVLAAA"),
+            ("gap", "MKVL"),
+            ("digit", "MK?VL"),
+            ("caret", "MKV?LAA"),
+            ("stop_end", "MKVLA"),
+            ("stop_mid", "MK?VLA"),
+            ("rare", "MUOBZXKV"),
+        ],
         {},
         {"invalid_letters": 3, "internal_stops": 1, "terminal_stops": 1, "gaps": 2, "lower_case": 7},
     ),
@@ -136,8 +146,12 @@ def bgzf(data: bytes, block: int = 20_000) -> bytes:
     import zlib
 
     out = []
-    for chunk in [*(data[k : k + block] for k in range(0, len(data) // 2, block)), b"", *(
-        data[k : k + block] for k in range(len(range(0, len(data) // 2, block)) * block, len(data), block)), b""]:
+    for chunk in [
+        *(data[k : k + block] for k in range(0, len(data) // 2, block)),
+        b"",
+        *(data[k : k + block] for k in range(len(range(0, len(data) // 2, block)) * block, len(data), block)),
+        b"",
+    ]:
         packer = zlib.compressobj(6, zlib.DEFLATED, -15)
         body = packer.compress(chunk) + packer.flush()
         head = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x06\0BC\x02\0" + struct.pack("<H", len(body) + 25)
@@ -203,10 +217,7 @@ def test_bgzf_is_read_at_any_place(tmp_path):
 
 
 def test_stdin_is_a_stream(plain, tmp_path):
-    code = (
-        "from bmoe.data.prepare import *\n"
-        f"prepare(['-'], {str(tmp_path / 'out')!r}, PrepareOptions())"
-    )
+    code = f"from bmoe.data.prepare import *\nprepare(['-'], {str(tmp_path / 'out')!r}, PrepareOptions())"
     subprocess.run([sys.executable, "-c", code], input=gzip.compress(text()), check=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert shard_bytes(tmp_path / "out") == shard_bytes(plain)
     assert json.loads((tmp_path / "out/manifest.json").read_text())["sources"][0]["bytes"] == len(gzip.compress(text()))
@@ -223,10 +234,15 @@ def test_many_files_globs_and_directories(tmp_path):
     assert shard_bytes(tmp_path / "a/out") == shard_bytes(tmp_path / "b/out")
 
 
-@pytest.mark.parametrize("names, problem", [
-    (["nowhere.fasta"], "does not exist"), (["*.nothing"], "does not exist"), ([], "no input"),
-    ([str(PROTEINS), str(PROTEINS)], "named twice"),
-])
+@pytest.mark.parametrize(
+    "names, problem",
+    [
+        (["nowhere.fasta"], "does not exist"),
+        (["*.nothing"], "does not exist"),
+        ([], "no input"),
+        ([str(PROTEINS), str(PROTEINS)], "named twice"),
+    ],
+)
 def test_inputs_that_are_not_there(names, problem, tmp_path):
     with pytest.raises(RequestError, match=problem):
         prepare(names, tmp_path / "out", PrepareOptions())

@@ -1,0 +1,238 @@
+"""One preparation from beginning to end: the loop over batches, the journal, the log, the end."""
+
+import fcntl
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bmoe.data import bpe, finish, inputs, repeats
+from bmoe.data.alphabet import TOKENIZER_FILE, alphabet, is_bpe
+from bmoe.data.bulk import PARTIAL
+from bmoe.data.clusters import store
+from bmoe.data.ledger import IDENTIFIER, SCRATCH, Ledger
+from bmoe.data.options import PrepareOptions
+from bmoe.data.summary import NOTES, Note, Refused, Summary
+from bmoe.data.tasks import Plan, Task
+from bmoe.data.workers import Pool, Serial, Setting
+from bmoe.errors import RequestError
+
+JOURNAL_S = 2.0  # seconds between journals
+SHOWN_S = 0.1  # seconds between reports of progress
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a preparation is. total: bytes of input on disk (0: unknown, stdin); done: of these; text: bytes of records read."""
+
+    phase: str
+    done: float
+    total: int
+    text: int
+    records: int
+    seconds: float
+
+
+def described(sources: list[inputs.Source]) -> list[list]:
+    return [[source.name, source.size] for source in sources]
+
+
+class Run:
+    """One preparation."""
+
+    def __init__(self, sources, out: Path, options: PrepareOptions, workers: int, part, progress, limit: int | None = None):
+        self.sources, self.out, self.options, self.workers, self.part = sources, out, options, workers, part
+        self.progress, self.limit = progress or (lambda _: None), limit
+        self.scratch = out / SCRATCH
+        self.begun = self.shown = self.saved = time.monotonic()
+        self.source, self.offset, self.line = 0, 0, 1  # where the next batch begins
+        self.next = 0  # where the next task of this source begins
+        self.source_records = self.source_text = self.text = 0
+        self.places: list[tuple[str, int, list[Note]]] = []  # of batches whose log waits for their duplicates
+
+    def run(self, resume: bool) -> dict:
+        self.out.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            state = self._journal(resume)
+            self.plan = Plan(self.sources, self.options, self.part)
+            if state is not None:  # streams read before the kill are not read again
+                self.plan.digests = {int(source): found for source, found in state["digests"].items()}
+            try:
+                return self._run(state)
+            except RequestError:
+                self._remove()
+                raise
+
+    def _locked(self):
+        foreign = [p.name for p in self.out.iterdir() if p.name != SCRATCH] if not self.scratch.exists() else []
+        if foreign:
+            raise RequestError(f"{self.out} is not empty (it has {sorted(foreign)[0]}): name another --out, or empty it")
+        self.scratch.mkdir(exist_ok=True)
+        lock = (self.scratch / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RequestError(f"another process is preparing {self.out}: wait for it, or name another --out") from None
+        return lock
+
+    def _request(self) -> dict:
+        return {"options": self.options.as_dict(), "inputs": described(self.sources), "part": list(self.part) if self.part else None}
+
+    def _journal(self, resume: bool) -> dict | None:
+        """The journal to go on from, or None to start."""
+        path = self.scratch / "journal"
+        if not path.exists():
+            for partial in self.out.glob("*" + PARTIAL):
+                partial.unlink()
+            return None
+        state = json.loads(path.read_text())
+        if not resume:
+            raise RequestError(f"{self.out} holds an unfinished preparation: go on with --resume, or remove it")
+        if state["request"] != self._request():
+            raise RequestError(f"{self.out} holds an unfinished preparation of other inputs or options: repeat those, or remove it")
+        return state
+
+    def _remove(self) -> None:
+        """Leave nothing that could be taken for a result."""
+        for partial in self.out.glob("*" + PARTIAL):
+            partial.unlink()
+        (self.out / TOKENIZER_FILE).unlink(missing_ok=True)
+        shutil.rmtree(self.scratch)
+        if not any(self.out.iterdir()):
+            self.out.rmdir()
+
+    def _run(self, state: dict | None) -> dict:
+        options = self.options
+        clusters = None
+        if options.clusters is not None:
+            clusters = store(options.clusters, self.scratch)
+        if is_bpe(options.alphabet) and not (state and (self.out / TOKENIZER_FILE).exists()):
+            learn_from = (piece for task in self.plan.tasks(0, 0) for piece in self.plan.pieces(task))
+            bpe.learn(learn_from, int(options.alphabet.partition(":")[2]), self.out)
+        self.letters = alphabet(options.alphabet, self.out)
+        masked = options.dna and options.soft_mask and self.letters.tokenizer is None
+        self.ledger = Ledger(self.out, options, options.clusters is not None, masked, self.part is not None)
+        digests = finish.Digests(self.plan)
+        try:
+            if state is None:
+                self._save("read")
+                state = {"phase": "read"}
+            elif state["phase"] == "read":
+                self.ledger.restore(state)
+                self.source, self.next, self.offset, self.line, self.source_records, self.source_text, self.text = state["place"]
+            else:
+                self.ledger.restore_totals(state)
+                self.text = state["place"][-1]
+            if state["phase"] == "read":
+                self._read(clusters)
+                self._close()
+            manifest = finish.manifest(
+                self.out, self.ledger, self._request(), self.letters, digests.result(), self.plan, self.workers, self._show
+            )
+        finally:
+            digests.stop()
+            self.ledger.close()
+        shutil.rmtree(self.scratch)
+        seconds = time.monotonic() - self.begun
+        return manifest | {"directory": str(self.out), "already_prepared": False, "seconds": seconds, "mb_per_s": self.text / 1e6 / seconds}
+
+    def _read(self, clusters: Path | None) -> None:
+        setting = Setting(self.out, self.options, self.sources, clusters)
+        workers = Serial(setting) if self.workers == 1 else Pool(setting, self.workers)
+        try:
+            for task, event in workers.events(self._limited(self.plan.tasks(self.source, self.next))):
+                if isinstance(event, Refused):
+                    name = self._name(task.source)
+                    raise RequestError(f"{name}:{self._line_at(task) + event.line}:{event.identifier} has {event.problem}")
+                if event is None:
+                    self._end_of(task, workers)
+                else:
+                    self._batch(task, event, workers)
+            self._log(workers.written(wait=True))
+        finally:
+            workers.close()
+
+    def _limited(self, tasks):
+        for task in tasks:
+            if self.limit is not None and self.text >= self.limit:
+                return
+            yield task
+
+    def _name(self, source: int) -> str:
+        return "stdin" if self.sources[source].name == inputs.STDIN else self.sources[source].name
+
+    def _line_at(self, task: Task) -> int:
+        return self.line if task.source == self.source else 1
+
+    def _batch(self, task: Task, summary: Summary, workers) -> None:
+        if task.source != self.source:
+            self.source, self.line, self.source_records, self.source_text, self.offset = task.source, 1, 0, 0, task.begin
+        plan = self.ledger.decide(summary)
+        workers.apply(plan)
+        self.ledger.identifiers(summary, task.source, self.line)
+        self.places.append((self._name(task.source), self.line, summary.notes))
+        self._log(workers.written())
+        self.line += summary.lines
+        self.text += max(summary.end - self.offset, 0)
+        self.offset = summary.end
+        self.source_records += summary.records
+        self.source_text += summary.skipped_text
+        if summary.skipped_text:
+            self.ledger.text_before(self._name(task.source), summary.skipped_text)
+
+    def _log(self, written: list[list[Note]]) -> None:
+        for duplicates in written:
+            name, line, notes = self.places.pop(0)
+            self.ledger.log(name, line, notes + duplicates)
+
+    def _end_of(self, task: Task, workers) -> None:
+        if task.source == self.source:
+            self.next = task.end
+            if task.last and not self.source_records and self.source_text and (self.part is None or task.begin == 0):
+                raise RequestError(f"{self._name(task.source)} has no FASTA record: none of its lines begins with >")
+        now = time.monotonic()
+        if now - self.shown > SHOWN_S:
+            self.shown = now
+            self._show("read")
+        if now - self.saved > JOURNAL_S and not (task.piece is not None and task.piece.open):
+            self._log(workers.written(wait=True))
+            self._save("read")
+            self.saved = time.monotonic()
+
+    def _save(self, phase: str) -> None:
+        place = [self.source, self.next, self.offset, self.line, self.source_records, self.source_text, self.text]
+        item = alphabet(self.options.alphabet, self.out).dtype().itemsize
+        self.ledger.save({"phase": phase, "request": self._request(), "place": place, "item": item, "digests": self.plan.digests})
+
+    def _show(self, phase: str) -> None:
+        total = 0 if any(s.kind == "stdin" for s in self.sources) else self.plan.total
+        done = self.plan.position(self.source, self.offset)
+        self.progress(Progress(phase, done, total, self.text, self.ledger.totals.records_read, time.monotonic() - self.begun))
+
+    def _close(self) -> None:
+        """Everything was read: count what stands twice, and close the books."""
+        ledger = self.ledger
+        if not sum(ledger.totals.sequences) and self.part is None:
+            raise RequestError(_nothing(ledger, self.sources))
+        ledger.seen = None  # the hashes are no longer needed: their memory is
+        ledger.close_shards()
+        ledger.flush()
+        count, rows = repeats.repeated(self.scratch / "identifiers", IDENTIFIER, NOTES)
+        if count:
+            ledger.totals.letters["duplicate_identifiers"] = count
+            for row in rows:
+                ledger.log(self._name(int(row["source"])), int(row["line"]), [Note(0, "", "duplicate_identifier")])
+        ledger.totals.letters["sequences_with_duplicates"] = repeats.distinct(self.scratch / "duplicates")
+        ledger.end_log()
+        self._save("finish")
+        ledger.close()
+
+
+def _nothing(ledger: Ledger, sources) -> str:
+    read = ledger.totals.records_read
+    place = sources[0].name if len(sources) == 1 else f"the {len(sources)} inputs"
+    if not read:
+        return f"{place} has no record: nothing was prepared"
+    reasons = ", ".join(f"{number} {reason}" for reason, number in ledger.totals.dropped.items())
+    return f"none of the {read} records of {place} was kept ({reasons}): nothing was prepared"
