@@ -16,7 +16,10 @@ Bytes (bf16, floor; no FLOPs to speak of)
     combine  2 N D in, 2 T D out: no atomics, one writer per row, the same bits on every run
 
 Nothing here depends on how many rows an expert got: no value is read on the host. Rows at or beyond bounds[E] are
-neither read nor written. How near the kernels come to the floor: docs/kernels.md.
+neither read nor written.
+
+Measured on an H200 that copies 4.27 TB/s: spread 3.3-3.6 TB/s, combine 3.3-3.8 TB/s (T = 16,384; D 1280, 2048; K 2, 8).
+The sort took 8 us for 8 experts in its older form of two launches, and 52 us for 64 (docs/kernels.md).
 """
 
 from typing import NamedTuple

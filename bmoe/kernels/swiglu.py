@@ -15,7 +15,8 @@ Bytes (bf16, floor), per row
 About 10 and 25 operations per element: both are limited by memory on any GPU.
 
 Arithmetic is fp32, each result rounded once. Rows at or beyond bounds[E] are neither read nor written.
-How near the kernels come to the floor: docs/kernels.md.
+
+Measured on an H200 that copies 4.27 TB/s: forward 4.0 TB/s, backward 3.8-3.9 TB/s (docs/kernels.md).
 """
 
 import torch

@@ -1,5 +1,7 @@
 """Expert implementations on a GPU in bf16 against the float64 loop: rounding, ragged counts, synchronisation."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ KINDS = [
     pytest.param(kind, marks=pytest.mark.skipif(kind == "triton-fused" and not FUSED, reason="fused GEMMs missing"))
     for kind in BUILDERS
 ]
+TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def ids_of(pattern: str, tokens: int, experts: int, k: int) -> torch.Tensor:
@@ -66,7 +69,13 @@ def relative_errors(actual, reference):
     return {name: float((actual[name].double() - reference[name]).norm() / norm[name]) for name in reference}
 
 
-SIZES = [(257, 8, 2, 256, 384), (1001, 64, 8, 128, 256), (129, 16, 1, 200, 136), (1, 4, 2, 64, 64), (4099, 8, 2, 640, 512)]
+SIZES = [
+    (257, 8, 2, 256, 384),
+    (1001, 64, 8, 128, 256),
+    (129, 16, 1, 200, 136),
+    (1, 4, 2, 64, 64),
+    (4099, 8, 2, 640, 512),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,6 +96,24 @@ def test_rounding_is_that_of_bf16(kind, pattern, sizes):
         assert error <= 1.5 * allowed[name], f"{name}: {error:.2e}, rounding alone gives {allowed[name]:.2e}"
     assert (actual["x"][(ids_TK == experts).all(1)] == 0).all()
     assert (actual["weights"][ids_TK == experts] == 0).all()
+
+
+@pytest.mark.skipif(not TE, reason="Transformer Engine missing")
+@pytest.mark.parametrize("pattern", ["all", "empty", "one", "tail"])
+@pytest.mark.parametrize(("precision", "factor"), [("bf16", 1.5), ("fp8_current", 30), ("fp8_delayed", 30)])
+def test_transformer_engine_rounds_as_its_format_does(pattern, precision, factor):
+    """E4M3 keeps 3 bits after the point where bf16 keeps 7: 16 times the rounding, and two for E5M2 gradients."""
+    sizes = (257, 8, 2, 256, 384)
+    loop, x_TD, weights_TK, dy_TD = case(*sizes)
+    ids_TK = ids_of(pattern, 257, 8, 2)
+    module = build_experts("te", 8, 256, 384, precision=precision).cuda().bfloat16()
+    module.load_state_dict(loop.state_dict())
+    actual = run(module, x_TD, ids_TK, weights_TK, dy_TD)
+    rounding = run(loop, x_TD, ids_TK, weights_TK, dy_TD)
+    exact = run(loop.double(), x_TD.double(), ids_TK, weights_TK.double(), dy_TD.double())
+    allowed, errors = relative_errors(rounding, exact), relative_errors(actual, exact)
+    for name, error in errors.items():
+        assert error <= factor * allowed[name], f"{name}: {error:.2e}, rounding to bf16 gives {allowed[name]:.2e}"
 
 
 @pytest.mark.skipif(not FUSED, reason="fused GEMMs missing")
