@@ -6,6 +6,9 @@
 3. Vectors and the router stay whole and fp32 on every rank: they are below 0.1 % of the parameters, and FSDP2 gathers one
    unit in one dtype. The optimizer sums their gradients once a step.
 
+Where memory allows (`fits_gathered`), units stay gathered for all batches of a step, and gradients are reduced once a step:
+with b batches a rank, a b-th of the traffic. Else weights are gathered for each pass and freed after it.
+
 Nothing divides a gradient: losses are sums, divided once by the global number of targets, so gradients are summed.
 """
 
@@ -13,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -33,20 +37,40 @@ def apply(model: nn.Module, world: World, recipe: Recipe, whole: Callable[[str, 
         param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
     )
     kept = {p for name, p in model.named_parameters() if whole(name, p)}
-    for block in model.blocks:
-        if block.is_moe:
-            if recipe.parallel.expert > 1:
-                block.ffn = _expert_parallel(block.ffn, mesh)
-            fully_shard(block.ffn.experts, mesh=mesh.experts, mp_policy=policy, shard_placement_fn=_evenly(mesh), ignored_params=kept)
-        fully_shard(block, mesh=mesh.dense, mp_policy=policy, ignored_params=kept)
-    fully_shard(model, mesh=mesh.dense, mp_policy=policy, ignored_params=kept)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+
+    def unit(module: nn.Module, ranks: DeviceMesh, placement: Callable[[nn.Parameter], Shard] | None = None) -> None:
+        fully_shard(module, mesh=ranks, mp_policy=policy, shard_placement_fn=placement, ignored_params=kept)
+        if ranks.size() > 1:  # FSDP2 takes the mean otherwise; alone a factor of 1 would only cost a pass over the gradients
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
+    for block in model.blocks:
+        if block.is_moe:
+            if recipe.parallel.expert > 1:
+                block.ffn = expert_parallel(block.ffn, mesh)
+            unit(block.ffn.experts, mesh.experts, _evenly(mesh))
+        unit(block, mesh.dense)
+    unit(model, mesh.dense)
 
-def _expert_parallel(layer: nn.Module, mesh: Mesh) -> ExpertParallel:
+
+def fits_gathered(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
+    """Whether a rank may keep its units' gathered weights and unreduced gradients (fp32) for a whole optimizer step: they
+    take at most a quarter of a GPU, or 2 GiB of host memory. The same on every rank of equal machines."""
+    weight = 4 if recipe.precision.kind == "fp32" else 2
+    needed = sum(p.numel() for p in model.parameters()) * (weight + 4)  # numel of a DTensor is that of the gathered parameter
+    memory = torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 2**31
+    return needed <= memory
+
+
+def begin_batch(model: nn.Module, last: bool) -> None:
+    """Before a batch of a step whose units stay gathered: weights travel once a step, and gradients with its last batch."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(last)
+        model.set_requires_gradient_sync(last)
+
+
+def expert_parallel(layer: nn.Module, mesh: Mesh) -> ExpertParallel:
     """Cut the experts of an MoE layer down to this rank's, and put the dispatch around them."""
     experts, group = layer.experts, mesh.expert_group
     total = experts.experts

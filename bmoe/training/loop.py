@@ -19,6 +19,7 @@ from bmoe.data.loader import TrainingLoader
 from bmoe.data.packing import Batch
 from bmoe.data.shards import Shards
 from bmoe.errors import RunError
+from bmoe.parallel import shard
 from bmoe.parallel.watchdog import Watchdog
 from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
@@ -74,6 +75,7 @@ class Trainer:
         self.saved_step = progress.step
         self.valid_loss: float | None = None  # of the step, if it was validated
         self.spikes = Spikes()
+        self.stay_gathered = shard.fits_gathered(model, recipe, world.device)
 
     def run(self, limits: Limits) -> Outcome:
         """Train until `training.steps` or a limit; the state is saved whole in any case."""
@@ -120,6 +122,8 @@ class Trainer:
             stopping.count(votes)
         sums: StepSums | None = None
         for number, batch in enumerate(batches):
+            if self.stay_gathered:
+                shard.begin_batch(self.model, last=number == len(batches) - 1)
             part = self._backward(batch.to(device), totals, jitter_key=self._jitter_key(step, number))
             sums = part if sums is None else StepSums(*(a + b for a, b in zip(vars(sums).values(), vars(part).values(), strict=True)))
         before = self.optimizer.skipped.clone() if self._bias_rate else None

@@ -104,11 +104,12 @@ def make_trainer(folder, recipe, shards, model, optimizer, world, progress=None)
 
 
 def train(rank: int, size: int, layout=(1, 1, 1), batches: int = 4, dtype: str = "float64", steps: int = 3, sabotage: str = "",
-          **sections) -> dict:
+          stay_gathered: bool = True, **sections) -> dict:
     """Losses and norms of `steps` steps, the first step's gradients (before clipping), and all state after the last."""
     recipe = make_recipe(layout, batches, **sections)
     world, model, optimizer = build(rank, size, recipe, getattr(torch, dtype))
     trainer = make_trainer(Path("unused"), recipe, Proteins(), model, optimizer, world)
+    trainer.stay_gathered = stay_gathered
     undo = break_on_purpose(sabotage, model, optimizer)
     first: dict = {}
     norm_of = optimizer.global_norm

@@ -58,6 +58,14 @@ def test_float64_equals_one_process(ranks, one, layout, batches):
         assert worst(got["state"], want["state"])[0] < 1e-9
 
 
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 1, 1), (1, 1, 2)])
+def test_weights_that_are_freed_after_each_pass_change_nothing(ranks, one, layout):
+    want = one(batches=8)
+    for got in ranks(2).run("train", layout=layout, batches=8, stay_gathered=False):
+        assert relative(got["losses"], want["losses"]) < 1e-9
+        assert worst(got["gradients"], want["gradients"])[0] < 1e-9
+
+
 @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 2, 2), (1, 1, 4)])
 def test_float32_equals_one_process_to_rounding(ranks, one, layout):
     want = one(dtype="float32", steps=1)
