@@ -37,8 +37,8 @@ def evaluate(
     """Routing of the split's first `budget` token slots; `structures` is a table for `bmoe eval --probe`.
 
     Returns layers (load, entropy, dead experts), and per question (residue, position, next_layer, and structure with a
-    table) names of the labels and per layer the share of each expert's tokens with each label, their mutual information,
-    the mean and 95 % point of the null, and the chance p of the null. RequestError for a dense model.
+    table) names of the labels and per layer the share of each expert's tokens with each label and that of all experts
+    (`overall`), their mutual information, the mean and 95 % point of the null, and the chance p of the null. RequestError for a dense model.
     """
     if not model.moe_layers:
         raise RequestError("this model is dense: it has no experts to look at")
@@ -114,15 +114,15 @@ def _question(expert_LTK: np.ndarray, label_T: np.ndarray, names: list[str], exp
     for layer, expert_TK in zip(layers, expert_LTK, strict=True):
         counts_EC = counts(expert_TK, label_T, experts, len(names))
         entries.append({"layer": layer, **_information(counts_EC, null(expert_TK, label_T, experts, len(names)))})
-    overall = np.bincount(label_T, minlength=len(names)) / max(label_T.size, 1)
-    return {"labels": names, "overall": overall.tolist(), "layers": entries}
+    return {"labels": names, "layers": entries}
 
 
 def _information(counts_EC: np.ndarray, chance: np.ndarray) -> dict:
     bits = mutual_information(counts_EC)
     shares = counts_EC / np.maximum(counts_EC.sum(axis=1, keepdims=True), 1.0)
+    overall_C = counts_EC.sum(axis=0) / max(counts_EC.sum(), 1.0)
     return {
-        "shares": shares.tolist(), "bits": bits, "null_mean": float(chance.mean()), "null_95": float(np.quantile(chance, 0.95)),
+        "shares": shares.tolist(), "overall": overall_C.tolist(), "bits": bits, "null_mean": float(chance.mean()), "null_95": float(np.quantile(chance, 0.95)),
         "p": float((1 + (chance >= bits).sum()) / (1 + chance.size)),
     }  # fmt: skip
 

@@ -45,7 +45,7 @@ details{margin:12px 0}summary{cursor:pointer;color:var(--muted)}
 pre{background:var(--panel);border:1px solid var(--line);border-radius:6px;padding:12px;overflow-x:auto;font-size:.85rem;line-height:1.4}
 .empty{color:var(--muted);font-style:italic}
 @media(max-width:520px){main{padding:18px 12px 40px}.tiles{grid-template-columns:repeat(auto-fit,minmax(130px,1fr))}
-th,td{padding:4px 8px}th{white-space:normal}svg text{font-size:15.5px}}
+th,td{padding:4px 8px}th{white-space:normal}svg text{font-size:15px}}
 @media print{body{font-size:12px}figure{break-inside:avoid}}
 """
 

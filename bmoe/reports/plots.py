@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bmoe.reports.page import figure, number
 
 WIDTH, HEIGHT = 520, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 46
+LEFT, RIGHT, TOP, BOTTOM = 78, 14, 12, 46
 MAX_POINTS = 400
 LABEL = 7.2  # mean width of a 13-px character
 
@@ -124,7 +124,7 @@ def heat_map(title: str, matrix: Sequence[Sequence[float | None]], rows: Sequenc
         return ""
     low, high = min(values) if low is None else low, max(values) if high is None else high
     reach = max(high - middle, middle - low) if middle is not None else high - low
-    label_width = max(len(r) for r in rows) * LABEL + 26
+    label_width = max(len(r) for r in rows) * LABEL + 38
     across, cell_height = WIDTH - RIGHT - label_width, max(9, min(24, 330 / len(rows)))
     cell_width = across / len(columns)
     height = TOP + cell_height * len(rows)

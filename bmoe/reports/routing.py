@@ -9,10 +9,11 @@ from bmoe.reports.plots import Series, heat_map, line_plot
 QUESTIONS = {
     "residue": "residue", "structure": "secondary structure", "position": "place in the sequence", "next_layer": "next layer's expert",
 }  # fmt: skip
+RARE, REACH = 0.003, 3.0  # labels below this share are too few for a colour; log2 ratios beyond this have the full one
 TEXT = (
     "Mutual information says how much knowing the expert tells of the label, in bits; the dashed line is what chance gives 95 % of the "
     "time when the labels are moved along the sequences. Heat maps show, for the layer that tells most, which labels an expert sees more "
-    "often (blue) or less often (orange) than average, as log2 of the ratio."
+    "often (blue) or less often (orange) than average, as log2 of the ratio, up to a factor of 8."
 )
 
 
@@ -37,14 +38,19 @@ def _information(question: dict, name: str) -> str:
 
 def _strongest(question: dict, name: str) -> str:
     best = max(question["layers"], key=lambda entry: entry["bits"] - entry["null_mean"])
-    shares, labels = best["shares"], question["labels"]
-    used = [sum(row) > 0 for row in shares]
-    overall = question.get("overall") or [sum(row[c] for row in shares) / max(sum(used), 1) for c in range(len(labels))]
-    matrix = [
-        [math.log2(max(x, 2**-4 * o) / o) if o > 0 and any(row) else None for x, o in zip(row, overall, strict=True)] for row in shares
-    ]  # fmt: skip
+    shares, overall = best["shares"], best["overall"]
+    common = [c for c, share in enumerate(overall) if share >= RARE]
+    matrix = [[_log_ratio(row[c], overall[c]) if any(row) else None for c in common] for row in shares]
     experts = [str(e + 1) for e in range(len(shares))]
-    return heat_map(f"Experts of layer {best['layer']} by {name}", matrix, experts, labels, name, "expert", middle=0.0)
+    return heat_map(
+        f"Experts of layer {best['layer']} by {name}", matrix, experts, [question["labels"][c] for c in common], name, "expert",
+        low=-REACH, high=REACH, middle=0.0,
+    )  # fmt: skip
+
+
+def _log_ratio(share: float, overall: float) -> float:
+    """log2 of how many times more often than on average, within REACH."""
+    return min(max(math.log2(max(share, 1e-12) / overall), -REACH), REACH)
 
 
 def _table(routing: dict, asked: list[str]) -> str:

@@ -71,9 +71,10 @@ def question(labels: list[str], layers: int, experts: int = 8) -> dict:
     for layer in range(layers):
         weight = [[1 + math.sin(layer + e * 2 + c * 3) for c in range(len(labels))] for e in range(experts)]
         shares = [[w / sum(row) for w in row] for row in weight]
+        overall = [1 / len(labels)] * len(labels)
         bits = {"bits": 0.2 + 0.1 * layer, "null_mean": 0.01, "null_95": 0.02, "p": 0.0099}
-        entries.append({"layer": layer + 2, "shares": shares, **bits})
-    return {"labels": labels, "overall": [1 / len(labels)] * len(labels), "layers": entries}
+        entries.append({"layer": layer + 2, "shares": shares, "overall": overall, **bits})
+    return {"labels": labels, "layers": entries}
 
 
 def full_results(run: str = "runs/a", shift: float = 0.0) -> dict:
