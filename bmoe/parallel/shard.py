@@ -26,31 +26,47 @@ from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
 
 
-def apply(model: nn.Module, world: World, recipe: Recipe, whole: Callable[[str, Tensor], bool]) -> None:
-    """Spread `model` (initialised, fp32 or fp64, the same on every rank) over `world.mesh`, in place.
+def apply(model: nn.Module, world: World, recipe: Recipe, whole: Callable[[str, Tensor], bool],
+          initial: Callable[[str, torch.Size], Tensor]) -> None:
+    """Spread `model` (fp32 or fp64, the same on every rank) over `world.mesh`, in place. Collective.
 
-    whole: (name, parameter) -> whether it stays whole on every rank. Collective. The forward pass computes in bf16 unless
-    the recipe's precision is fp32; gradients are reduced in fp32 and kept in the dtype of the parameters given.
+    whole: (name, parameter) -> whether it stays whole on every rank. initial: (name, shape) -> value of a parameter that is
+    on the meta device: a model built there never exists as a whole, but a block at a time. The forward pass computes in bf16
+    unless the recipe's precision is fp32; gradients are reduced in fp32 and kept in the dtype of the parameters given.
     """
     mesh, low = world.mesh, recipe.precision.kind != "fp32"
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
     )
-    kept = {p for name, p in model.named_parameters() if whole(name, p)}
 
     def unit(module: nn.Module, ranks: DeviceMesh, placement: Callable[[nn.Parameter], Shard] | None = None) -> None:
+        kept = {p for name, p in model.named_parameters() if whole(name, p)}
         fully_shard(module, mesh=ranks, mp_policy=policy, shard_placement_fn=placement, ignored_params=kept)
         if ranks.size() > 1:  # FSDP2 takes the mean otherwise; alone a factor of 1 would only cost a pass over the gradients
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
-    for block in model.blocks:
+    for number, block in enumerate(model.blocks):
+        _materialise(block, f"blocks.{number}.", world.device, initial)
         if block.is_moe:
             if recipe.parallel.expert > 1:
                 block.ffn = expert_parallel(block.ffn, mesh)
             unit(block.ffn.experts, mesh.experts, _evenly(mesh))
         unit(block, mesh.dense)
+    _materialise(model, "", world.device, initial)
     unit(model, mesh.dense)
+
+
+def _materialise(module: nn.Module, prefix: str, device: torch.device, initial: Callable[[str, torch.Size], Tensor]) -> None:
+    """Give the parameters of `module` that are on the meta device their values, and its buffers (undefined) memory."""
+    for name, parameter in list(module.named_parameters()):
+        if parameter.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, nn.Parameter(initial(prefix + name, parameter.shape).to(device)))
+    for name, buffer in list(module.named_buffers()):
+        if buffer.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, torch.empty_like(buffer, device=device))
 
 
 def fits_gathered(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 from bmoe.model.experts.auto import choose
-from bmoe.model.transformer import Transformer, Vocabulary
+from bmoe.model.transformer import Transformer, Vocabulary, initial_value
 from bmoe.parallel import shard
 from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
@@ -84,17 +84,28 @@ def stays_wide(name: str, parameter: Tensor) -> bool:
 
 
 def build_model(recipe: Recipe, letters: Alphabet, device: torch.device) -> Transformer:
-    """A resolved recipe's model on `device`, fp32, filled from the seed."""
+    """A resolved recipe's model on `device`, fp32, filled from the seed; on the meta device `distribute` fills it."""
     with device:
         model = Transformer(recipe.model, vocabulary(letters), recipe.backend, recipe.precision)
-    model.initialize(recipe.seed)
+    if device.type != "meta":
+        model.initialize(recipe.seed)
     return model
 
 
 def distribute(model: Transformer, recipe: Recipe, world: World) -> None:
-    """Spread a filled fp32 model over the ranks of `world` (with a mesh), in place; nothing for one process. Collective."""
-    if world.size > 1:
-        shard.apply(model, world, recipe, stays_wide)
+    """Spread a fp32 model over the ranks of `world` (with a mesh), in place; nothing for one process. Collective.
+
+    A model that was built on the meta device is filled from the seed on the way, a block at a time: no rank needs memory
+    for all of it. The values are those of one process.
+    """
+    if world.size == 1:
+        return
+    empty = any(p.is_meta for p in model.parameters())
+    shard.apply(model, world, recipe, stays_wide, lambda name, shape: initial_value(name, shape, recipe.model, recipe.seed))
+    if empty:
+        model.rotary.initialize()
+        for index in model.moe_layers:
+            model.blocks[index].ffn.router.selection_bias.zero_()
 
 
 def to_compute_dtype(model: nn.Module) -> None:

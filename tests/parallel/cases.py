@@ -79,6 +79,16 @@ def build(rank: int, size: int, recipe: recipes.Recipe, dtype: torch.dtype = tor
     return world, model, setup.build_optimizer(model, recipe, world)
 
 
+def initial(rank: int, size: int, layout: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    """All tensors of a new model; with several ranks it is built on the meta device."""
+    recipe, world = make_recipe(layout), World(torch.device("cpu"), rank, size)
+    recipe, _ = setup.resolve(recipe, world)
+    world = world.arrange(recipe.parallel)
+    model = setup.build_model(recipe, alphabet("protein"), torch.device("meta" if size > 1 else "cpu"))
+    setup.distribute(model, recipe, world)
+    return whole(state.model_tensors(model))
+
+
 def starve(model) -> None:
     """Experts 0, 1 (one whole rank of four) and 5 get no token."""
     for index in model.moe_layers:

@@ -82,3 +82,12 @@ def test_the_comparison_sees_faults(ranks, one, fault):
     differences = [relative(got["losses"], want["losses"]), relative(got["norms"], want["norms"]),
                    worst(got["gradients"], want["gradients"])[0], worst(got["state"], want["state"])[0]]
     assert max(differences) > 1e-4, differences
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 4), (2, 2, 1)])
+def test_a_model_that_never_was_whole_has_the_values_of_one_process(ranks, layout):
+    want = cases.initial(0, 1, (1, 1, 1))
+    for got in ranks(4).run("initial", layout=layout):
+        assert got.keys() == want.keys()
+        for name in want:
+            assert np.array_equal(got[name], want[name]), name
