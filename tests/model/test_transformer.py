@@ -77,6 +77,19 @@ def test_routing_losses_and_counts_ignore_the_tail(build, pack, proteins):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
+def test_the_tail_takes_no_part_in_attention(build, pack, proteins, monkeypatch):
+    """It costs nothing, and may be longer than `max_seqlen`, which bounds what the GPU kernel writes."""
+    seen = []
+
+    def record(q_THd, k_TGd, v_TGd, cu_seqlens, *_):
+        seen.append(cu_seqlens.tolist())
+        return q_THd
+
+    monkeypatch.setattr("bmoe.model.attention.attention", record)
+    build()(**pack(proteins(9, 5), tail=500))
+    assert seen == [[0, 9, 14, 14]] * 2
+
+
 def test_decoder_never_sees_the_future(build, pack, proteins):
     model = build(kind="decoder")
     (sequence,) = proteins(20)
