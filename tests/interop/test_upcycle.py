@@ -21,7 +21,7 @@ MOE = {
     "one expert a token": {"experts": 4, "top_k": 1, "expert_width": 96},
     "all experts, softmax": {"experts": 4, "top_k": 4, "expert_width": 96, "normalize_weights": False},
     "split in three": {"experts": 12, "top_k": 6, "expert_width": 32},
-    "split in three, one group": {"experts": 12, "top_k": 3, "expert_width": 32},
+    "split in three, one group": {"experts": 9, "top_k": 3, "expert_width": 32},
     "sigmoid": {"experts": 6, "top_k": 3, "expert_width": 48 * 2 // 3, "score": "sigmoid"},
     "shared, first layer dense": {"experts": 4, "top_k": 2, "expert_width": 96, "shared_experts": 2, "dense_layers": 1},
     "limited to groups": {"experts": 8, "top_k": 2, "expert_width": 96, "groups": 4, "groups_kept": 2},
@@ -44,12 +44,9 @@ def test_function_is_preserved(dense, moe, make, sequences, tmp_path):
     model, recipe, names = make(**dense)
     section = recipe.model.model_copy(update={"moe": MoESection(**moe)})
     weights = upcycle(model.state_dict(), section, seed=3)
-    if moe["top_k"] < moe["experts"]:
-        noise = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-        for name in weights:
-            if name.endswith("router.weight"):  # far from the small initial router: the claim holds for any
-                pieces = 96 // moe["expert_width"]
-                weights[name] = noise[: weights[name][::pieces].numel()].view_as(weights[name][::pieces]).repeat_interleave(pieces, 0)
+    for name in weights:
+        if name.endswith("router.weight"):
+            weights[name] = 30.0 * weights[name]  # far from the nearly even scores of the start: the claim holds for any
     batch = rows(names, sequences)
     expected, output = model(**pack(batch)).logits, upcycled(weights, section)(**pack(batch))
     assert expected.std() > 0.3 and (output.counts_LE > 0).sum() > output.counts_LE.shape[0] * moe["top_k"] - 1
