@@ -38,7 +38,8 @@ def evaluate(
 
     Returns layers (load, entropy, dead experts), and per question (residue, position, next_layer, and structure with a
     table) names of the labels and per layer the share of each expert's tokens with each label and that of all experts
-    (`overall`), their mutual information, the mean and 95 % point of the null, and the chance p of the null. RequestError for a dense model.
+    (`overall`), their mutual information, the mean and 95 % point of the null, and the chance p of the null. RequestError for
+    a dense model.
     """
     if not model.moe_layers:
         raise RequestError("this model is dense: it has no experts to look at")
@@ -122,8 +123,8 @@ def _information(counts_EC: np.ndarray, chance: np.ndarray) -> dict:
     shares = counts_EC / np.maximum(counts_EC.sum(axis=1, keepdims=True), 1.0)
     overall_C = counts_EC.sum(axis=0) / max(counts_EC.sum(), 1.0)
     return {
-        "shares": shares.tolist(), "overall": overall_C.tolist(), "bits": bits, "null_mean": float(chance.mean()), "null_95": float(np.quantile(chance, 0.95)),
-        "p": float((1 + (chance >= bits).sum()) / (1 + chance.size)),
+        "shares": shares.tolist(), "overall": overall_C.tolist(), "bits": bits, "null_mean": float(chance.mean()),
+        "null_95": float(np.quantile(chance, 0.95)), "p": float((1 + (chance >= bits).sum()) / (1 + chance.size)),
     }  # fmt: skip
 
 

@@ -32,12 +32,14 @@ def _overview(results: dict, endings: list[str]) -> str:
         return with_interval(*(results.get(f"{key}{ending}{end}") for end in ("", "_low", "_high")))
 
     rows = [
-        [NAMES[e], interval("perplexity", e), results[f"baseline{e}"], results.get(f"bigram{e}"), interval("ratio", e)] for e in endings
+        [NAMES[e], interval("perplexity", e), results[f"baseline{e}"], interval("ratio", e), results.get(f"bigram{e}")] for e in endings
     ]  # fmt: skip
     pseudo = results.get("pseudo")
     if pseudo:
         rows.append(["one residue at a time", with_interval(pseudo["pseudo_perplexity"], pseudo["low"], pseudo["high"]), None, None, None])
-    return table(["scheme", "perplexity (95 % interval)", "baseline", "bigram baseline", "perplexity / baseline"], rows)
+    head = ["scheme", "perplexity (95 % interval)", "baseline", "perplexity / baseline", "bigram baseline"]
+    columns = 5 if any(f"bigram{e}" in results for e in endings) else 4
+    return table(head[:columns], [row[:columns] for row in rows])
 
 
 def bin_name(entry: dict) -> str:
