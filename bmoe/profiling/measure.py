@@ -5,6 +5,7 @@ The step time comes from undisturbed steps (its overhead is one clock reading a 
 with marks (`timeline`), and kernel and synchronisation counts from one step under torch's profiler.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -99,12 +100,17 @@ def _loader(subject: Subject, shards, device: torch.device) -> TrainingLoader:
     return TrainingLoader(shards, subject.recipe, Position(0, 0), pin=device.type == "cuda")
 
 
-def whole_steps(subject: Subject, shards, device: torch.device, warmup: int, steps: int) -> Steps:
-    """Time `steps` steps after `warmup`, without instruments: the clock, and on CUDA one wait for the device, a step."""
+def whole_steps(subject: Subject, shards, device: torch.device, warmup: int, steps: int, limit_s: float = math.inf) -> Steps:
+    """Time `steps` steps after `warmup`, without instruments: the clock, and on CUDA one wait for the device, a step.
+
+    After `limit_s` seconds no further step begins, but two are always taken (one if `steps` is 1).
+    """
     subject.model.train()
     seconds, wait, seen = [], 0.0, []
     with _loader(subject, shards, device) as loader:
         for number in range(warmup + steps):
+            if len(seconds) >= 2 and sum(seconds) > limit_s:
+                break
             _synchronise(device)
             began = time.perf_counter()
             batches = loader.next().batches
@@ -120,7 +126,7 @@ def whole_steps(subject: Subject, shards, device: torch.device, warmup: int, ste
         tokens=seen[0].tokens_T.numel(), real=sum(int(b.real_tokens) for b in seen) // n,
         pairs=sum(b.pairs for b in seen) / n, targets=sum(b.picked_M.numel() for b in seen) // n,
     )  # fmt: skip
-    return Steps(seconds, wait / steps, load, sum(b.residues for b in seen) / (load.real * n), _rectangle(seen), counts_LE.cpu())
+    return Steps(seconds, wait / len(seconds), load, sum(b.residues for b in seen) / (load.real * n), _rectangle(seen), counts_LE.cpu())
 
 
 def _rectangle(batches: list[Batch]) -> float:

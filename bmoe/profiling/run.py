@@ -48,7 +48,7 @@ def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: fl
         load = expected_load(small, shards)
         share = 0.5 if device.type == "cuda" else 0.3  # of the ceiling, cautiously
         seconds = model_flops(small.model, letters, load) * min(batches, 2) / (tflops * 1e12 * share)
-        seconds += sum(parameters(small.model, letters)) * (1e-11 if device.type == "cuda" else 2e-8)
+        seconds += sum(parameters(small.model, letters)) * (1e-11 if device.type == "cuda" else 1e-7)
         peak = memory.by_category(small, letters, load)["peak"]
         return seconds * (steps + WARMUP[device.type] + 3) > SECONDS or peak > 0.9 * _available_gib(device)
 
@@ -145,7 +145,7 @@ def _measured(recipe: Recipe, build: Build, shards, device: torch.device, steps:
         torch.cuda.reset_peak_memory_stats(device)
     subject = build(small, device)
     small = subject.recipe
-    undisturbed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps)
+    undisturbed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps, SECONDS)
     memory_gib = _memory(subject, undisturbed.load, vocabulary, device)
     parts = measure.parts(subject, shards, device, 3 if device.type == "cuda" else 1)
     measure.achieved(parts, small, vocabulary, undisturbed.load)
@@ -230,7 +230,7 @@ def profile(
     kind = recipe.precision.kind
     lacking = [] if recipe.precision.emulate else conditions.unmet(kind, here, recipe.model)
     shards, source = open_data(recipe)
-    compute = torch.float32 if kind == "fp32" or device.type == "cpu" else torch.bfloat16
+    compute = torch.float32 if kind == "fp32" else torch.bfloat16
     ceiling = ceilings.measure(device, compute)
     tflops = ceiling["matmul_tflops"]
     results: dict = {
@@ -260,7 +260,7 @@ def profile(
         few = min(steps, 5)
         single = reduced(with_values(recipe, "training", tokens_per_step=recipe.data.tokens_per_batch), shards, device, few, tflops)
         subject = build(single, device)
-        ours = measure.whole_steps(subject, shards, device, WARMUP[device.type], few)
+        ours = measure.whole_steps(subject, shards, device, WARMUP[device.type], few, SECONDS)
         del subject
         other = hugging_face.against(single, ours.load.real / ours.middle, shards, device, few)
         results["ratios"] |= other["ratios"]
@@ -274,7 +274,7 @@ def compare_experts(recipe: Recipe, build: Build, shards, device: torch.device, 
     for name in names:
         variant = reduced(with_values(recipe, "backend", experts=name), shards, device, steps, ceiling["matmul_tflops"])
         subject = build(variant, device)
-        timed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps)
+        timed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps, SECONDS)
         low, high = timed.bounds
         real = timed.load.real * (subject.recipe.training.tokens_per_step // subject.recipe.data.tokens_per_batch)
         compared[name] = {"step_s": timed.middle, "step_s_low": low, "step_s_high": high, "tokens_per_s": real / timed.middle}
