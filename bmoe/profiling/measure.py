@@ -39,15 +39,18 @@ class Subject(NamedTuple):
 Build = Callable[[Recipe, torch.device], Subject]
 
 
-def backward(subject: Subject, batch: Batch, targets: int, real: int, timeline: Timeline | None = None) -> Tensor:
-    """Forward, loss and backward of one batch of a step with `targets` targets and `real` tokens. Returns counts_LE."""
+def backward(subject: Subject, batch: Batch, targets: int, share: float, timeline: Timeline | None = None) -> Tensor:
+    """Forward, loss and backward of one batch, which has `share` of the tokens of a step with `targets` targets.
+
+    Returns counts_LE. The host does not wait for the device.
+    """
     key = 0 if subject.recipe.model.moe and subject.recipe.model.moe.jitter else None
     out = subject.model(**batch.model_inputs(), jitter_key=key)
     logits = out.logits.float() if out.logits.dtype == torch.bfloat16 else out.logits
     loss = F.cross_entropy(logits, batch.picked_M, ignore_index=-100, reduction="sum") / max(targets, 1)
     moe = subject.recipe.model.moe
     if moe:
-        loss = loss + (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum()) * (int(batch.real_tokens) / real)
+        loss = loss + (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum()) * share
     if timeline:
         timeline.phase = "backward"
         timeline.enter("head + loss")
@@ -59,9 +62,9 @@ def backward(subject: Subject, batch: Batch, targets: int, real: int, timeline: 
 
 
 def _step(subject: Subject, batches: list[Batch], device: torch.device, timeline: Timeline | None = None) -> Tensor:
-    targets, real = sum(b.targets for b in batches), sum(int(b.real_tokens) for b in batches)
-    for batch in batches:
-        counts_LE = backward(subject, batch.to(device), targets, real, timeline)
+    targets, real = sum(b.targets for b in batches), [int(b.real_tokens) for b in batches]
+    for batch, tokens in zip(batches, real, strict=True):
+        counts_LE = backward(subject, batch.to(device), targets, tokens / sum(real), timeline)
     if timeline:
         timeline.enter("optimizer")
     subject.optimizer.step(1e-9)

@@ -1,0 +1,60 @@
+"""`bmoe profile` on a GPU: events, kernels and peaks are there, and the closed-form memory is near the allocator's peak."""
+
+import json
+
+import pytest
+import torch
+
+from bmoe.profiling import profile
+from bmoe.recipe import Recipe
+
+pytestmark = pytest.mark.gpu
+
+
+def recipe(**sections) -> Recipe:
+    values = {
+        "name": "gpu", "data": {"path": "/nonexistent", "tokens_per_batch": 16384},
+        "model": {"layers": 6, "width": 1024, "heads": 16, "moe": {"experts": 8, "top_k": 2, "expert_width": 2816}},
+        "training": {"tokens_per_step": 32768},
+    }  # fmt: skip
+    return Recipe.model_validate(values | sections)
+
+
+def run(r: Recipe, **options) -> dict:
+    from bmoe.jobs.profile import build
+
+    return profile(r, build, device=torch.device("cuda", 0), **options)
+
+
+def test_a_measured_profile(tmp_path):
+    found = run(recipe(), steps=8, trace=str(tmp_path / "trace.json"))
+    json.dumps(found, allow_nan=False)
+    assert found["unmet_conditions"] == [] and found["measured"]["label"] == "measured whole"
+    assert found["kernels_per_step"] > 50 and 0 < found["gpu_busy_share"] <= 1
+    assert 0 < found["mfu"] < 1 and 0 < found["mfu_of_measured_ceiling"] < 1
+    assert found["ceilings"]["matmul_tflops"] > 100 and found["ceilings"]["copy_gb_per_s"] > 500
+    assert {"attention", "router", "optimizer", "head + loss"} <= set(found["parts"])
+    print({name: round(part["seconds"] * 1e3, 2) for name, part in found["parts"].items()}, found["step_s"])
+    print({name: chip.get("error") for name, chip in found["predicted"].items()})
+
+
+@pytest.mark.parametrize("recompute", ["none", "experts", "full"])
+def test_memory_is_near_the_closed_form(recompute):
+    found = run(recipe(backend={"recompute": recompute}), steps=3)["memory"]
+    print(recompute, {name: round(size, 2) for name, size in found.items() if isinstance(size, float)})
+    assert found["peak"] == pytest.approx(found["measured_peak"], rel=0.25)
+
+
+def test_mxfp8_is_reported_where_it_does_not_run():
+    if torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("this GPU may run it")
+    found = run(recipe(), precision="mxfp8")
+    assert found["step_s"] is None and any(s.startswith("Chip:") for s in found["unmet_conditions"])
+    assert found["emulated"]["tokens"] > 1000 and set(found["predicted"]) == {"b200", "gb200"}
+
+
+def test_emulated_mxfp8_costs_at_most_twice_bf16():
+    bf16 = run(recipe(), steps=8)["step_s"]
+    emulated = run(recipe(precision={"kind": "mxfp8", "emulate": True}), steps=8)["step_s"]
+    print(f"step: bf16 {bf16 * 1e3:.1f} ms, emulated mxfp8 {emulated * 1e3:.1f} ms")
+    assert emulated < 2 * bf16
