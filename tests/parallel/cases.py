@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from bmoe import recipe as recipes
 from bmoe.data.alphabet import alphabet
@@ -214,3 +215,54 @@ def decide(rank: int, size: int) -> tuple[str, str]:
     except RequestError as error:
         return on_first(world, lambda: f"{rank} decided"), str(error)
     return "", ""
+
+
+def count_traffic(rank: int, size: int, layout: tuple[int, int, int], stay_gathered: bool) -> dict[str, float]:
+    """Bytes that this rank sends in one step by ring algorithms, counted at torch.distributed's functions, and rows routed."""
+    recipe = make_recipe(layout, batches=8)
+    world, model, optimizer = build(rank, size, recipe, torch.float32)
+    trainer = make_trainer(Path("unused"), recipe, Proteins(), model, optimizer, world)
+    trainer.stay_gathered = stay_gathered
+    sent = {"gather": 0.0, "scatter": 0.0, "reduce": 0.0, "rows": 0.0, "routed": 0.0}
+    inside: list[str] = []
+
+    def counting(kind: str, function):
+        def call(*arguments, **options):
+            if not inside:
+                tensors = [a for a in (*arguments, *options.values()) if isinstance(a, torch.Tensor)]
+                group = options.get("group")
+                ranks = dist.get_world_size(group)
+                largest = max(t.numel() * t.element_size() for t in tensors)
+                if kind == "rows":
+                    going = arguments[3] if len(arguments) > 3 else None  # None: the exchange of counts
+                    if going:
+                        away = sum(going) - going[dist.get_rank(group)]
+                        row = arguments[1][:1].numel() * arguments[1].element_size()
+                        sent["rows"] += away * row
+                        sent["routed"] += sum(going) * (arguments[1].ndim == 2)
+                elif any(t.is_floating_point() for t in tensors):
+                    sent[kind] += largest * (ranks - 1) / ranks * (2 if kind == "reduce" else 1)
+            inside.append(kind)
+            try:
+                return function(*arguments, **options)
+            finally:
+                inside.pop()
+
+        return call
+
+    names = {"all_gather_into_tensor": "gather", "all_gather_single": "gather", "reduce_scatter_tensor": "scatter",
+             "reduce_scatter_single": "scatter", "all_reduce": "reduce", "all_to_all_single": "rows"}
+    kept = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    for name, function in kept.items():
+        setattr(dist, name, counting(names[name], function))
+    try:
+        with TrainingLoader(trainer.shards, recipe, Position(0, 0), rank, size) as loader:
+            trainer._step(loader.next().batches, 0.01, 1, Stopping(Limits(), world))
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    names_of = {"dense": 0, "experts": 0, "whole": 0}
+    plain = setup.build_model(recipe, alphabet("protein"), torch.device("cpu"))
+    for name, p in plain.named_parameters():
+        names_of["experts" if ".experts." in name else "whole" if setup.stays_wide(name, p) else "dense"] += p.numel()
+    return sent | names_of
