@@ -110,7 +110,7 @@ def test_bf16_model_is_near_float64(section, experts):
     wanted = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
         error = (parameter.grad.cpu().double() - wanted[name].grad).norm() / wanted[name].grad.norm().clamp(min=1e-6)
-        assert error < 0.15, (name, error)
+        assert error < (0.3 if section.moe else 0.05), (name, error)  # one token in a hundred elsewhere is 0.14
 
 
 @pytest.mark.parametrize("recompute", ["none", "experts", "full"])
