@@ -10,6 +10,7 @@ at hand: numbers for B200 and GB200 are this model at their published peaks, not
 
 from dataclasses import asdict, dataclass
 
+from bmoe.parallel.traffic import Sizes, gathered_bytes, traffic
 from bmoe.profiling.chips import Chip
 from bmoe.profiling.work import Load, Part, Work, batch_parts, layout, model_flops, parameters
 from bmoe.recipe import Recipe
@@ -104,36 +105,42 @@ def accumulation_work(recipe: Recipe, vocabulary: int) -> Work:
     return Work(0, (p.dense + p.experts) * 10.0, 8 * recipe.model.layers)
 
 
-def communication(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip, e: Efficiency = EFFICIENCY) -> dict[str, float]:
-    """Bytes and seconds that one rank communicates: per batch (parameters and tokens), before overlap.
+def communication(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip, e: Efficiency = EFFICIENCY) -> dict:
+    """Bytes and seconds that one rank communicates in a step, before overlap: `parallel.traffic` over the links of `chip`.
 
-    Sharded parameters are gathered in forward and backward and their gradients scattered (bf16; 3 x bytes x (n-1)/n).
-    Expert parallelism sends each routed row to its expert and back, in both passes: 4 x N x D x 2 bytes x (e-1)/e.
+    Groups of at most `chip.domain` ranks use NVLink (half of its two-way bandwidth), larger ones and replicas the network.
     """
-    p = parameters(recipe.model, vocabulary)
-    _, shard, expert = layout(recipe.parallel, world)
-    ranks = shard * expert
-    b = 4 if recipe.precision.kind == "fp32" else 2
-    moe = recipe.model.moe
-    experts_here = p.experts / expert
-    sharded = 3 * b * ((p.dense + p.wide) * (ranks - 1) / ranks + experts_here * (shard - 1) / shard)
-    layers = recipe.model.layers - (moe.dense_layers if moe else recipe.model.layers)
-    tokens = 4.0 * layers * load.real * (moe.top_k if moe else 0) * recipe.model.width * b * (expert - 1) / expert
-    link = chip.nvlink / 2 if world <= chip.domain else chip.network
-    token_link = chip.nvlink / 2 if expert <= chip.domain else chip.network
+    p, moe = parameters(recipe.model, vocabulary), recipe.model.moe
+    replicate, shard, expert = layout(recipe.parallel, world)
+    layers = recipe.model.layers - moe.dense_layers if moe else 0
+    sizes = Sizes(p.dense, p.experts, p.wide, layers, recipe.model.width, load.real * (moe.top_k if moe else 0))
+    low = recipe.precision.kind != "fp32"
+    stays = gathered_bytes(sizes, expert, low) <= chip.memory_gib * 2**30 / 4  # as shard.fits_gathered
+    sent = traffic(sizes, replicate, shard, expert, batches_per_rank(recipe, world), low, stays)
+
+    def link(ranks: int) -> float:
+        return e.link * (chip.nvlink / 2 if ranks <= chip.domain else chip.network)
+
+    across = link(world)
     return {
-        "parameter_bytes": sharded,
-        "all_to_all_bytes": tokens,
-        "parameter_s": sharded / (link * e.link),
-        "all_to_all_s": tokens / (token_link * e.link),
+        "parameter_bytes": sent.weights + sent.gradients + sent.replicas + sent.whole,
+        "all_to_all_bytes": sent.rows,
+        "parameter_s": (sent.weights + sent.gradients) / link(shard * expert) + (sent.replicas + sent.whole) / across,
+        "all_to_all_s": sent.rows / link(expert),
+        "stays_gathered": stays,
     }
+
+
+def batches_per_rank(recipe: Recipe, world: int) -> int:
+    """Batches of one rank in a step."""
+    return max(1, recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world))
 
 
 def step(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, world: int = 1, e: Efficiency = EFFICIENCY) -> dict:
     """Predicted step of `world` GPUs of `chip`: seconds, tokens per second, MFU, parts, and the assumptions."""
     parts = part_seconds(recipe, vocabulary, load, chip, e)
     compute_s = sum(part["seconds"] for part in parts.values())
-    batches = max(1, recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world))
+    batches = batches_per_rank(recipe, world)
     split = layout(recipe.parallel, world)
     ranks = split.shard * split.expert
     optimizer_s = _seconds(optimizer_work(recipe, vocabulary, ranks), chip.bf16, chip, e)
@@ -142,10 +149,11 @@ def step(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, world: int = 1
         accumulate_s = _seconds(accumulation_work(recipe, vocabulary).times(1 / ranks), chip.bf16, chip, e)
     comm = communication(recipe, vocabulary, load, world, chip, e) if world > 1 else None
     exposed = 0.0
-    if comm:
-        exposed = comm["all_to_all_s"] + max((1 - e.overlap) * comm["parameter_s"], comm["parameter_s"] - compute_s)
-    batch_s = compute_s + accumulate_s + exposed
-    step_s = batches * batch_s + optimizer_s
+    if comm:  # weights that travel once a step hide behind one batch only
+        beside = compute_s if comm["stays_gathered"] else batches * compute_s
+        exposed = comm["all_to_all_s"] + max((1 - e.overlap) * comm["parameter_s"], comm["parameter_s"] - beside)
+    step_s = batches * (compute_s + accumulate_s) + exposed + optimizer_s
+    batch_s = (step_s - optimizer_s) / batches
     flops = model_flops(recipe.model, vocabulary, load)
     return {
         "chip": chip.name,
