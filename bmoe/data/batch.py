@@ -15,7 +15,7 @@ from bmoe.data.alphabet import DNA_LETTERS, Alphabet
 from bmoe.data.blocks import Piece
 from bmoe.data.clean import Clean, clean
 from bmoe.data.clusters import Clusters
-from bmoe.data.hashing import hashes, split_of
+from bmoe.data.hashing import hashes, split_of, word_hashes
 from bmoe.data.options import PrepareOptions
 from bmoe.data.summary import EMPTY, INTERNAL_STOP, INVALID, NOTES, REASONS, TOO_LONG, TOO_SHORT, Note, Refused, Summary
 
@@ -114,7 +114,7 @@ class Builder:
         for what, rows in cleaned.records.items():
             if not options.dna:
                 self._note(summary, block, rows, what)
-        for code in np.unique(reasons[reasons > 0]).tolist():
+        for code in np.unique(reasons[reasons > 0]).tolist() if reasons.any() else ():
             rows = np.flatnonzero(reasons == code)
             if not piece.continued:
                 summary.dropped[REASONS[code]] = rows.size
@@ -146,7 +146,7 @@ class Builder:
     def _whole(self, block, cleaned: Clean, reasons: np.ndarray, summary: Summary) -> Batch:
         rows = None if not reasons.any() else np.flatnonzero(reasons == 0)
         headers = _headers(block)
-        self._identifiers(headers, block, summary)
+        self._identifiers(block, summary)
         start, end, line, parts = cleaned.bounds[:-1], cleaned.bounds[1:], block.line, cleaned.parts
         cluster_of = None
         if self.clusters is not None:
@@ -165,11 +165,9 @@ class Builder:
     def _split(self, keys: np.ndarray) -> np.ndarray:
         return split_of(keys, self.options.valid_fraction, self.options.test_fraction, self.options.seed)
 
-    def _identifiers(self, headers: list[bytes], block, summary: Summary) -> None:
-        names = [(h.split(None, 1) or _NO_NAME)[0] for h in headers]
-        summary.identifier_hash = hashes(names)
-        if not all(names):
-            summary.identifier_hash[[i for i, name in enumerate(names) if not name]] = 0
+    @staticmethod
+    def _identifiers(block: fasta.Block, summary: Summary) -> None:
+        summary.identifier_hash = word_hashes(np.frombuffer(block.data, np.uint8), block.header_start)
         summary.identifier_line = block.line
 
     def _finish(self, summary: Summary, ids, start, end, headers: list[bytes], line) -> Batch:
@@ -185,12 +183,12 @@ class Builder:
     def _dna(self, block, cleaned: Clean, reasons: np.ndarray, piece: Piece, summary: Summary) -> Batch:
         headers = _headers(block)
         if not piece.continued:
-            self._identifiers(headers, block, summary)
+            self._identifiers(block, summary)
         n_id = self._n_id if self.options.n_runs == "split" else None
         ids, lower, bounds = cleaned.ids, cleaned.lower, cleaned.bounds
         cluster_of = None
         if self.clusters is not None:
-            known = summary.identifier_hash if not piece.continued else hashes([h.split(None, 1)[0] if h.strip() else b"" for h in headers])
+            known = word_hashes(np.frombuffer(block.data, np.uint8), block.header_start)
             cluster_of = self.clusters.of(headers, known, {} if piece.continued else summary.letters)
         fragment = piece.continued or piece.open
         if fragment:

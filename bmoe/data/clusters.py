@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from bmoe.data.compression import decompressed, kind_of
-from bmoe.data.hashing import hashes
+from bmoe.data.hashing import name_hashes
 from bmoe.data.options import UNIREF
 from bmoe.errors import RequestError
 
@@ -40,7 +40,7 @@ class Clusters:
     def of(self, headers: list[bytes], identifiers: np.ndarray, counts: dict[str, int]) -> np.ndarray:
         """Cluster of each record as int64 [R], given its header and the hash of its identifier."""
         if self._member is None:
-            return hashes([_uniref(header) for header in headers]).view(np.int64)
+            return name_hashes([_uniref(header) for header in headers]).view(np.int64)
         found = identifiers.copy()  # alone, unless the table knows it
         known = self._look_up(identifiers, found)
         rows = np.flatnonzero(~known).tolist()
@@ -49,7 +49,7 @@ class Clusters:
             pairs = [(r, name[1]) for r, name in zip(rows, names, strict=True) if len(name) > 1]
             at = np.array([r for r, _ in pairs], np.int64)
             part = found[at]
-            known[at] = self._look_up(hashes([name for _, name in pairs]), part)
+            known[at] = self._look_up(name_hashes([name for _, name in pairs]), part)
             found[at] = part
         alone = int(np.count_nonzero(~known))
         if alone:
@@ -125,5 +125,5 @@ def _add(lines: list[bytes], number: int, name: str, columns: tuple[list, list])
         elif words:
             raise RequestError(f"{name}:{k} has {len(words)} columns: a cluster table has a member and its representative")
     for column, names in zip(columns, zip(*fields, strict=True) if fields else ((), ()), strict=True):
-        column.append(hashes(list(names)))
+        column.append(name_hashes(list(names)))
     return number + len(lines)

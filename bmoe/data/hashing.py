@@ -5,6 +5,7 @@ ids before any byte-pair encoding, so that a split is the same on every machine,
 """
 
 import mmap
+from itertools import pairwise
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -21,6 +22,37 @@ def hashes(items: list[bytes]) -> np.ndarray:
     found = np.fromiter(map(xxh3_64_intdigest, items), np.uint64, len(items))
     found[found == 0] = 1  # 0 marks an empty slot in HashSet
     return found
+
+
+def name_hashes(names: list[bytes]) -> np.ndarray:
+    """The hash of `word_hashes` for each of some names."""
+    text = np.frombuffer(b"\n".join([*names, b""]) or b"\n", np.uint8)
+    length = np.fromiter(map(len, names), np.int64, len(names))
+    return word_hashes(text, np.cumsum(length + 1) - length - 1)
+
+
+def word_hashes(text: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Hash of the word that begins at each `start` in text (uint8) and ends before the next byte below `!`. uint64; 0: no word.
+
+    Eight bytes at a time, all words at once: identifiers are short, and a call for each would cost more. The mixing is that of
+    MurmurHash3's finaliser (Appleby, public domain). Text ends with a blank or a line end.
+    """
+    hash_n, last = np.zeros(start.size, np.uint64), text.size - 1
+    rows, at = np.arange(start.size), start[:, None] + np.arange(8)
+    while rows.size:
+        word = text[np.minimum(at, last)].view("<u8").ravel()
+        below = (word - _BELOW) & ~word & _HIGH  # the lowest bit set is that of the first byte below `!`
+        first = below & (~below + np.uint64(1))
+        mixed = hash_n[rows] ^ (word & ((first >> np.uint64(7)) - np.uint64(1)))
+        mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+        mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+        hash_n[rows] = mixed ^ (mixed >> np.uint64(33))
+        more = below == 0
+        rows, at = rows[more], at[more] + 8
+    return hash_n
+
+
+_BELOW, _HIGH = np.uint64(0x2121212121212121), np.uint64(0x8080808080808080)
 
 
 def split_of(hash_n: np.ndarray, valid: float, test: float, seed: int) -> np.ndarray:
@@ -74,11 +106,10 @@ class HashSet:
     def _divide(self) -> None:
         """From one table to PARTITIONS."""
         keys = np.sort(self._tables[0][self._tables[0] != 0])
-        buckets = int(GROWTH * FIRST / PARTITIONS) + 1
-        self._tables = [_table(buckets) for _ in range(PARTITIONS)]
         bounds = _bounds(keys, PARTITIONS)
-        self._used = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
-        for table, begin, end in zip(self._tables, bounds, bounds[1:], strict=False):
+        self._used = [end - begin for begin, end in pairwise(bounds)]
+        self._tables = [_table(int(used * GROWTH / (MAX_LOAD * WIDE)) + 64) for used in self._used]
+        for table, (begin, end) in zip(self._tables, pairwise(bounds), strict=True):
             _insert(table, keys[begin:end])
 
     def _add(self, part: int, keys: np.ndarray) -> np.ndarray:

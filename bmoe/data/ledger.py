@@ -77,7 +77,8 @@ class Ledger:
         self._count_duplicates(summary, new)
         kept = np.flatnonzero(new)
         lengths = summary.length[kept]
-        self.length_counts += np.bincount(np.minimum(lengths, LENGTHS), minlength=LENGTHS + 1)
+        counts = np.bincount(np.minimum(lengths, LENGTHS))
+        self.length_counts[: counts.size] += counts
         writes = []
         splits = summary.split[kept]
         for split in range(len(SPLITS)):

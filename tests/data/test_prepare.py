@@ -16,6 +16,7 @@ import pytest
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
 from bmoe.data import blocks, compression, tasks
+from bmoe.data.hashing import HashSet, name_hashes, word_hashes
 from bmoe.data.ledger import Ledger
 from bmoe.data.prepare import PrepareOptions, merge, prepare, verify
 from bmoe.data.shards import Shards
@@ -572,3 +573,28 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
             file.write(b"".join(record % (k + n) for n in range(1000)))
     prepare([str(tmp_path / "in.fasta")], tmp_path / "out", PrepareOptions(dedup=False))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 250_000  # KiB
+
+
+def test_names_are_hashed_alike_wherever_they_stand():
+    """Equal words, equal hashes, in a table of names and in a header; different words differ, also in length only."""
+    names = [b"a" * n for n in range(1, 40)] + [b"sp|P12345|NAME_HUMAN", b"P12345", b"UniRef90_A0A009", b"UniRef90_A0A00A"]
+    found = name_hashes(names)
+    assert len(set(found.tolist())) == len(names) and 0 not in found
+    text = b">" + b" text\n>".join(names) + b"\ttext\n"
+    starts = np.cumsum([1, *(len(name) + 7 for name in names[:-1])])
+    assert word_hashes(np.frombuffer(text, np.uint8), starts).tolist() == found.tolist()
+    assert name_hashes([b"", b"x"])[0] == 0 and name_hashes([]).size == 0
+
+
+def test_the_set_of_hashes_is_a_set_in_sixteen_bytes_each():
+    draw, known = np.random.default_rng(0), set()
+    found = HashSet()
+    for size in (10, 1000, 50_000):
+        batch = draw.integers(1, 40_000, size).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        for key, new in zip(batch.tolist(), found.add(batch).tolist(), strict=True):
+            assert new == (key not in known)
+            known.add(key)
+    for _ in range(80):
+        batch = draw.integers(1, 2**63, 25_000).astype(np.uint64)
+        assert found.add(batch).sum() == 25_000 and not found.add(batch[:100]).any()
+    assert found.nbytes <= 16 * len(found)
