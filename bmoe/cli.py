@@ -170,6 +170,7 @@ def evaluate(
     mutations: Annotated[str | None, typer.Option("--mutations", metavar="CSV", help="A deep mutational scan.")] = None,
     wildtype: Annotated[str | None, typer.Option("--wildtype", metavar="FASTA", help="Its wild type.")] = None,
     column: Annotated[str | None, typer.Option("--column", metavar="NAME", help="Its column of measured effects.")] = None,
+    scores: Annotated[str | None, typer.Option("--scores", metavar="FILE.csv", help="Write every variant's scores.")] = None,
     structures: Annotated[str | None, typer.Option("--structures", metavar="DIR", help="PDB or mmCIF chains: contacts.")] = None,
     probe: Annotated[str | None, typer.Option("--probe", metavar="TSV", help="Secondary structure labels: linear probe.")] = None,
     routing: Annotated[bool, typer.Option("--routing", help="What the experts specialise in.")] = False,
@@ -189,7 +190,7 @@ def evaluate(
 
     chosen, line = common.choose_device(device, None)
     console.note(line)
-    wanted = job.Wanted(by, pseudo, mutations, wildtype, column, structures, probe, routing, embed, out, generate, prompt)
+    wanted = job.Wanted(by, pseudo, mutations, wildtype, column, scores, structures, probe, routing, embed, out, generate, prompt)
     results, recipe = job.evaluate(runs, wanted, data=data, split=split, device=chosen)
     console.show(evaluation_tables(results))
     common.write_json(json, "eval", recipe, results[0] if len(results) == 1 else {"runs": results})

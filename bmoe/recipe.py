@@ -276,6 +276,8 @@ def broken_rules(r: Recipe) -> Iterator[tuple[str, str]]:
 def _moe_rules(r: Recipe, moe: MoESection) -> Iterator[tuple[str, str]]:
     if moe.top_k > moe.experts:
         yield "model.moe.top_k", f"{moe.top_k} exceeds model.moe.experts = {moe.experts}"
+    if moe.top_k == 1 and moe.normalize_weights:
+        yield "model.moe.normalize_weights", "with top_k: 1 the only weight becomes 1 and the router learns nothing; set it to false"
     if moe.dense_layers >= r.model.layers:
         yield "model.moe.dense_layers", f"{moe.dense_layers} leaves no MoE layer of {r.model.layers}; a dense model has model.moe: null"
     if moe.experts % r.parallel.expert:

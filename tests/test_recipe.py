@@ -89,6 +89,7 @@ RULES = [
     ("data: {prepare: {min_length: 9, max_length: 3}}", "data.prepare.max_length"),
     ("precision: {high_precision_layers: {first: 20, last: 5}}", "precision.high_precision_layers"),
     ("model: {moe: {top_k: 9}}", "model.moe.top_k"),
+    ("model: {moe: {top_k: 1}}", "model.moe.normalize_weights"),
     ("model: {layers: 2, moe: {dense_layers: 2}}", "model.moe.dense_layers"),
     ("parallel: {expert: 3}\ntraining: {tokens_per_step: 3145728}", "parallel.expert"),
     ("model: {moe: {groups: 4}}", "model.moe.groups"),

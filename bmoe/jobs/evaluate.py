@@ -56,6 +56,7 @@ class Wanted(NamedTuple):
     mutations: str | None = None
     wildtype: str | None = None
     column: str | None = None
+    scores: str | None = None
     structures: str | None = None
     probe: str | None = None
     routing: bool = False
@@ -70,6 +71,8 @@ class Wanted(NamedTuple):
             raise RequestError("--mutations CSV and --wildtype FASTA go together")
         if self.column and self.mutations is None:
             raise RequestError("--column names a column of the table of --mutations, which is missing")
+        if self.scores and self.mutations is None:
+            raise RequestError("--scores FILE.csv takes the scores of --mutations, which is missing")
         if (self.embed is None) != (self.out is None):
             raise RequestError("--embed FASTA and --out FILE.safetensors go together")
         if self.prompt and self.generate is None:
@@ -125,7 +128,9 @@ def held_out_results(found: dict, model: Transformer, recipe: Recipe, wanted: Wa
 def other_results(found: dict, model: Transformer, recipe: Recipe, letters: Alphabet, wanted: Wanted, device: torch.device) -> None:
     """Add what is measured on files of the user's to `found`."""
     if wanted.mutations and wanted.wildtype:
-        found["mutations"] = mutations.evaluate(model, recipe, letters, wanted.mutations, wanted.wildtype, wanted.column, device)
+        found["mutations"] = mutations.evaluate(
+            model, recipe, letters, wanted.mutations, wanted.wildtype, wanted.column, device, scores_file=wanted.scores
+        )
     if wanted.structures:
         found["contacts"] = contacts.evaluate(model, recipe, letters, wanted.structures, device)
     if wanted.probe:

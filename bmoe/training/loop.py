@@ -7,6 +7,7 @@ over layers, times their coefficients. Nothing else divides anything, so the los
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,8 @@ from bmoe.errors import RunError
 from bmoe.parallel import shard
 from bmoe.parallel.watchdog import Watchdog
 from bmoe.parallel.world import World
+from bmoe.precision.conditions import ROW_MULTIPLE
+from bmoe.precision.statistics import Recorder, recording
 from bmoe.recipe import Recipe
 from bmoe.training.checkpoint import Checkpoints, newest_whole, torch_facts
 from bmoe.training.guards import Spikes, check_replicas, save_batches
@@ -55,6 +58,7 @@ class StepSums:
     balance_L: Tensor
     z_L: Tensor
     counts_LE: Tensor
+    padding_L: Tensor  # rows that the experts' kernels add so that each expert's rows are a multiple
 
 
 class Trainer:
@@ -75,6 +79,7 @@ class Trainer:
         self.saved_step = progress.step
         self.valid_loss: float | None = None  # of the step, if it was validated
         self.spikes = Spikes()
+        self.row_multiple = ROW_MULTIPLE.get(recipe.precision.kind, 1) if recipe.backend.experts == "te" else 1
         self.stay_gathered = shard.fits_gathered(model, recipe, world.device)
 
     def run(self, limits: Limits) -> Outcome:
@@ -93,14 +98,15 @@ class Trainer:
                 batches, position = loader.next()
                 window.waited()
                 lr = learning_rate(step, self.recipe.optimizer.lr, self.recipe.schedule, steps)
-                sums, norm, totals = self._step(batches, lr, step, stopping)
+                with self._recording(step) as recorder:
+                    sums, norm, totals = self._step(batches, lr, step, stopping)
                 self.progress = Progress(step, position, self.progress.tokens)
                 last = step == steps or step == limits.stop_at or stopping.decided()
                 validating = step % self.recipe.training.validate_every == 0 or step == steps
                 saving = last or step % self.recipe.checkpoint.every == 0
                 window.add(totals)
-                if step == 1 or saving or validating or step % self.recipe.logging.every == 0:
-                    self._report(step, lr, sums, norm, totals, window, validating, batches)
+                if step == 1 or saving or validating or recorder or step % self.recipe.logging.every == 0:
+                    self._report(step, lr, sums, norm, totals, window, validating, batches, recorder)
                     window = Window()
                 if saving:
                     self._save()
@@ -133,6 +139,11 @@ class Trainer:
             self.model.update_router_bias(self.world.sum(sums.counts_LE.clone()), self._bias_rate * taken)
         return sums, norm, totals
 
+    def _recording(self, step: int) -> AbstractContextManager[Recorder | None]:
+        """Quantisation statistics of this rank's batches, on the steps that the recipe asks for."""
+        every = self.recipe.precision.statistics_every
+        return recording(self.model) if every and step % every == 0 else nullcontext()
+
     @property
     def _bias_rate(self) -> float:
         moe = self.recipe.model.moe
@@ -158,19 +169,20 @@ class Trainer:
         if moe:
             loss = loss + share * (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum())
         loss.backward()
-        return StepSums(entropy.detach() / targets, out.balance_L.detach() * share, out.z_L.detach() * share, out.counts_LE)
+        return StepSums(entropy.detach() / targets, out.balance_L.detach() * share, out.z_L.detach() * share, out.counts_LE,
+                        torch.remainder(-out.counts_LE, self.row_multiple).sum(-1))
 
     def _report(self, step: int, lr: float, sums: StepSums, norm: Tensor, totals: Tensor, window: "Window", validating: bool,
-                batches: list[Batch]) -> None:
+                batches: list[Batch], recorder: Recorder | None) -> None:
         """Log a step; the only place where the host waits for the device."""
-        wide = torch.cat([x.reshape(-1).to(torch.float64) for x in (sums.loss, sums.balance_L, sums.z_L, sums.counts_LE)])
+        wide = torch.cat([x.reshape(-1).to(torch.float64) for x in (sums.loss, sums.balance_L, sums.z_L, sums.padding_L, sums.counts_LE)])
         flat = self.world.sum(wide).cpu()
         norm_value, in_a_row = float(norm), int(self.optimizer.skipped_in_a_row)
         seconds, window_totals = window.close()
         _, tokens, residues, _ = window_totals
         self.progress.tokens += tokens
         layers = sums.balance_L.numel()
-        counts_LE = flat[1 + 2 * layers :].reshape(sums.counts_LE.shape).numpy()
+        counts_LE = flat[1 + 3 * layers :].reshape(sums.counts_LE.shape).numpy()
         loads = [load_statistics(counts_E) for counts_E in counts_LE]
         moe_layers, depth = self.model.moe_layers, self.recipe.model.layers
         record = {
@@ -181,6 +193,7 @@ class Trainer:
             "fill": int(totals[1]) / self.recipe.training.tokens_per_step, "skipped_steps": int(self.optimizer.skipped),
             "balance_loss": per_layer(flat[1 : 1 + layers].tolist(), moe_layers, depth),
             "z_loss": per_layer(flat[1 + layers : 1 + 2 * layers].tolist(), moe_layers, depth),
+            "padding_rows": per_layer(flat[1 + 2 * layers : 1 + 3 * layers].int().tolist(), moe_layers, depth),
             **{key: per_layer([load[key] for load in loads], moe_layers, depth) for key in LOAD_KEYS},
         }
         if in_a_row >= self.recipe.training.max_skipped_steps:
@@ -190,6 +203,8 @@ class Trainer:
                 f"step {step}: the gradient was not finite {in_a_row} steps in a row, so training stops; lower optimizer.lr or look "
                 f"at the data ({file} lists the last sequences), then --resume from {good or 'the start'}"
             )
+        if recorder:
+            record["quantisation"] = recorder.metrics()
         self.valid_loss = None
         if validating:
             record |= self.validate()
