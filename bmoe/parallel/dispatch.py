@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Plan(NamedTuple):
-    """How the slots of one batch travel. `order_S`: slot of each sent row, by expert; `row_N`: row of each slot, S for one that
-    is not sent; `sent`, `received`: rows to and from each rank; `expert_M`: this rank's expert (from 0) of each received row."""
+    """How the slots of one batch travel. `order_S`: slot of each sent row, by expert; `row_N` (int32): row of each slot, -1 for
+    one that is not sent; `sent`, `received`: rows to and from each rank; `expert_M`: this rank's expert (from 0) of each
+    received row."""
 
     order_S: Tensor
     row_N: Tensor
@@ -47,8 +48,8 @@ class _Counts:
         self.work.wait()
         sent, received = torch.stack([self.sent_We.sum(1), self.received_We.sum(1)]).tolist()
         order_S = self.order_N[: sum(sent)]
-        row_N = torch.full_like(self.order_N, order_S.numel())
-        row_N[order_S] = torch.arange(order_S.numel(), device=row_N.device)
+        row_N = torch.full_like(self.order_N, -1, dtype=torch.int32)
+        row_N[order_S] = torch.arange(order_S.numel(), device=row_N.device, dtype=torch.int32)
         here_e = torch.arange(self.sent_We.shape[1], device=row_N.device)
         expert_M = here_e.repeat(len(received)).repeat_interleave(self.received_We.flatten(), output_size=sum(received))
         return Plan(order_S, row_N, sent, received, expert_M)
@@ -92,36 +93,52 @@ class _Gather(torch.autograd.Function):
     """x_TD -> rows [S, D]; the gradient sums each token's rows by a gather: no atomics, the same bits every time."""
 
     @staticmethod
-    def forward(ctx, x_TD: Tensor, order_S: Tensor, row_N: Tensor):
+    def forward(ctx, x_TD: Tensor, order_S: Tensor, row_N: Tensor, k: int):
         ctx.save_for_backward(row_N)
-        ctx.tokens = x_TD.shape[0]
-        return x_TD[order_S // (row_N.numel() // max(ctx.tokens, 1))]
+        ctx.k = k
+        return _spread(x_TD, order_S, row_N, k)
 
     @staticmethod
     def backward(ctx, grad_SD: Tensor):
-        (row_N,) = ctx.saved_tensors
-        return _sum_rows(grad_SD, row_N, ctx.tokens), None, None
+        return _sum_rows(grad_SD.contiguous(), *ctx.saved_tensors, ctx.k), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """rows [S, D] -> y_TD, the transpose of `_Gather`."""
 
     @staticmethod
-    def forward(ctx, rows_SD: Tensor, order_S: Tensor, row_N: Tensor, tokens: int):
-        ctx.save_for_backward(order_S)
-        ctx.k = row_N.numel() // max(tokens, 1)
-        return _sum_rows(rows_SD, row_N, tokens)
+    def forward(ctx, rows_SD: Tensor, order_S: Tensor, row_N: Tensor, k: int):
+        ctx.save_for_backward(order_S, row_N)
+        ctx.k = k
+        return _sum_rows(rows_SD, row_N, k)
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
-        (order_S,) = ctx.saved_tensors
-        return grad_TD[order_S // ctx.k], None, None, None
+        return _spread(grad_TD, *ctx.saved_tensors, ctx.k), None, None, None
 
 
-def _sum_rows(rows_SD: Tensor, row_N: Tensor, tokens: int) -> Tensor:
+def _spread(x_TD: Tensor, order_S: Tensor, row_N: Tensor, k: int) -> Tensor:
+    """Each sent slot's copy of its token: [S, D]. On a GPU one pass that reads each token once."""
+    if not _has_kernel(x_TD):
+        return x_TD[order_S // k]
+    from bmoe.kernels.rows import spread  # Triton comes with CUDA builds of torch only
+
+    return spread(x_TD, row_N, k)[: order_S.numel()]
+
+
+def _sum_rows(rows_SD: Tensor, row_N: Tensor, k: int) -> Tensor:
+    """The sum of each token's rows in at least fp32, rounded once: [T, D]. On a GPU one pass."""
+    if _has_kernel(rows_SD):
+        from bmoe.kernels.rows import combine
+
+        return combine(rows_SD, row_N, k)
     wide = torch.promote_types(rows_SD.dtype, torch.float32)
-    padded_SD = torch.cat([rows_SD, rows_SD.new_zeros(1, rows_SD.shape[1])])
-    return padded_SD[row_N].view(tokens, -1, rows_SD.shape[1]).sum(1, dtype=wide).to(rows_SD.dtype)
+    padded_SD = torch.cat([rows_SD, rows_SD.new_zeros(1, rows_SD.shape[1])])  # row -1 is zero
+    return padded_SD[row_N.long()].unflatten(0, (-1, k)).sum(1, dtype=wide).to(rows_SD.dtype)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64
 
 
 class ExpertParallel(nn.Module):
@@ -146,10 +163,11 @@ class ExpertParallel(nn.Module):
         counts = _Counts(experts_TK, self.total, self.group)
         shared_TD = None if self.shared is None else self.shared(x_TD)
         plan = counts.plan()
-        rows_SD = _Gather.apply(x_TD, plan.order_S, plan.row_N)
+        k = experts_TK.shape[1]
+        rows_SD = _Gather.apply(x_TD, plan.order_S, plan.row_N, k)
         weights_S = weights_TK.reshape(-1)[plan.order_S]
         rows_MD, weights_M = _Exchange.apply(rows_SD, weights_S, plan.sent, plan.received, self.group)
         out_MD = self.experts(rows_MD, plan.expert_M[:, None], weights_M[:, None])
         out_SD = _Return.apply(out_MD, plan.sent, plan.received, self.group)
-        y_TD = _Combine.apply(out_SD, plan.order_S, plan.row_N, x_TD.shape[0])
+        y_TD = _Combine.apply(out_SD, plan.order_S, plan.row_N, k)
         return y_TD if shared_TD is None else y_TD + shared_TD

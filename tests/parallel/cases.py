@@ -13,8 +13,10 @@ from bmoe.data.alphabet import alphabet
 from bmoe.data.loader import TrainingLoader
 from bmoe.data.sampler import Position
 from bmoe.errors import RequestError, RunError
-from bmoe.parallel import dispatch
+from bmoe.model.experts import build_experts
+from bmoe.parallel import dispatch, shard
 from bmoe.parallel.launch import on_first
+from bmoe.parallel.mesh import build_mesh
 from bmoe.parallel.world import World
 from bmoe.training import setup, state
 from bmoe.training.guards import check_replicas
@@ -266,3 +268,41 @@ def count_traffic(rank: int, size: int, layout: tuple[int, int, int], stay_gathe
     for name, p in plain.named_parameters():
         names_of["experts" if ".experts." in name else "whole" if setup.stays_wide(name, p) else "dense"] += p.numel()
     return sent | names_of
+
+
+def extremes(rank: int, size: int, routing: str) -> list[float]:
+    """Relative differences of an expert-parallel layer from all experts on one rank: output, dx, dweights, dgate_up, ddown."""
+    mesh = build_mesh("cpu", 1, 1, size)
+    tokens, k, experts, width = 11, 3, 4 * size, 16
+    draw = torch.Generator().manual_seed(0)
+    whole_layer = build_experts("loop", experts, width, 8).double()
+    with torch.no_grad():
+        for p in whole_layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw, dtype=torch.float64))
+    chosen = [torch.rand(tokens, experts, generator=draw).topk(k).indices for _ in range(size)]
+    if routing == "one expert":
+        chosen = [torch.full((tokens, k), experts - 1) for _ in range(size)]
+    if routing == "no real token on rank 0":
+        chosen[0] = torch.full((tokens, k), experts)
+    if routing == "tails":
+        for ids in chosen:
+            ids[7:] = experts
+    x, weights = [torch.randn(size, *shape, generator=draw, dtype=torch.float64) for shape in ((tokens, width), (tokens, k))]
+    gain = torch.randn(size, tokens, width, generator=draw, dtype=torch.float64)
+
+    mine = [t[rank].clone().requires_grad_() for t in (x, weights)]
+    part = build_experts("loop", experts, width, 8).double()
+    part.load_state_dict(whole_layer.state_dict())
+    layer = torch.nn.Module()
+    layer.router, layer.experts, layer.shared = None, part, None
+    parallel = shard.expert_parallel(layer, mesh)
+    y = parallel(mine[0], chosen[rank], mine[1])
+    (y * gain[rank]).sum().backward()
+
+    inputs = [t.clone().requires_grad_() for t in (x, weights)]
+    outputs = torch.stack([whole_layer(a, ids, w) for a, ids, w in zip(inputs[0], chosen, inputs[1], strict=True)])
+    (outputs * gain).sum().backward()
+    here = slice(rank * 4, rank * 4 + 4)
+    pairs = [(y, outputs[rank]), (mine[0].grad, inputs[0].grad[rank]), (mine[1].grad, inputs[1].grad[rank]),
+             (part.gate_up.grad, whole_layer.gate_up.grad[here]), (part.down.grad, whole_layer.down.grad[here])]
+    return [float((a - b).norm() / b.norm().clamp(min=1e-300)) if bool((a != b).any()) else 0.0 for a, b in pairs]

@@ -1,0 +1,33 @@
+"""The way of rows to their experts and back: extreme routings, and the GPU's passes against plain torch."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from bmoe.parallel import dispatch  # noqa: E402 - after the switch of Triton's interpreter
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("routing", ["random", "one expert", "no real token on rank 0", "tails"])
+def test_a_layer_shared_by_ranks_equals_all_experts_on_one(ranks, size, routing):
+    for differences in ranks(size).run("extremes", routing=routing):
+        assert max(differences) < 1e-13, differences
+
+
+@pytest.mark.parametrize("sent", [0, 17, 33])
+def test_the_passes_of_a_gpu_equal_plain_torch(monkeypatch, sent):
+    """11 tokens with 3 slots each, of which `sent` have an expert."""
+    draw = torch.Generator().manual_seed(sent)
+    order_S = torch.randperm(33, generator=draw)[:sent]
+    row_N = torch.full((33,), -1, dtype=torch.int32)
+    row_N[order_S] = torch.arange(sent, dtype=torch.int32)
+    x_TD, rows_SD = torch.randn(11, 64, generator=draw), torch.randn(sent, 64, generator=draw)
+    spread, summed = dispatch._spread(x_TD, order_S, row_N, 3), dispatch._sum_rows(rows_SD, row_N, 3)
+    assert spread.shape == (sent, 64) and summed.shape == (11, 64)
+    monkeypatch.setattr(dispatch, "_has_kernel", lambda x: True)
+    assert torch.equal(dispatch._spread(x_TD, order_S, row_N, 3), spread)
+    assert torch.allclose(dispatch._sum_rows(rows_SD, row_N, 3), summed, rtol=1e-6, atol=1e-6)
