@@ -244,7 +244,7 @@ def _explain(failures: Mapping[int, Any], sent: int, logs: Path) -> tuple[int, s
     def order(item: tuple[int, Any]) -> tuple:
         rank, failure = item
         reason = _reason(logs, rank)
-        stopped = failure.exitcode == -signal.SIGTERM and reason is None
+        stopped = failure.exitcode == -signal.SIGTERM
         return (reason is not None and LOST_PEER in reason, stopped, failure.timestamp, rank)
 
     rank, failure = min(failures.items(), key=order)

@@ -86,6 +86,14 @@ def begin_batch(model: nn.Module, last: bool) -> None:
         model.set_requires_gradient_sync(last)
 
 
+def release(model: nn.Module) -> None:
+    """Free gathered weights: afterwards `named_parameters` are this rank's parts. A forward pass alone (a validation) leaves
+    some of them gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def expert_parallel(layer: nn.Module, mesh: Mesh) -> ExpertParallel:
     """Cut the experts of an MoE layer down to this rank's, and put the dispatch around them."""
     experts, group = layer.experts, mesh.expert_group

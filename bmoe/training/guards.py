@@ -34,9 +34,9 @@ def check_replicas(model: nn.Module, optimizer: AdamW, step: int, position: tupl
     """
     if world.size == 1:
         return
-    values = dict(model.named_parameters())
-    whole = [p.data for p in values.values() if not hasattr(p, "to_local")] + list(model.buffers())
-    parts = [optimizer.master(name) for name, p in values.items() if hasattr(p, "to_local")]
+    parameters = optimizer.parameters  # the model's own may be gathered at the moment
+    whole = [p.data for p in parameters.values() if not hasattr(p, "to_local")] + list(model.buffers())
+    parts = [optimizer.master(name) for name, p in parameters.items() if hasattr(p, "to_local")]
     place = torch.tensor([step, *position], device=world.device)
     mine = torch.cat([torch.stack([checksum(whole).to(world.device), checksum(parts).to(world.device)]), place])
     table = mine.new_zeros(world.size, mine.numel())

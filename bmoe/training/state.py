@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bmoe.data.sampler import Position
-from bmoe.parallel.shard import canonical
+from bmoe.parallel.shard import canonical, release
 from bmoe.training.checkpoint import load, read_meta
 from bmoe.training.optimizer import AdamW, local
 
@@ -35,6 +35,7 @@ class Progress:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """model.NAME -> parameter or persistent buffer: what is needed to use a model."""
+    release(model)
     names = {name for name, _ in model.named_parameters()}
     tensors = {f"model.{name}": canonical(model, name, local(p.data)) for name, p in model.named_parameters()}
     return tensors | {f"model.{name}": value for name, value in model.state_dict().items() if name not in names}

@@ -1,14 +1,9 @@
 """The way of rows to their experts and back: extreme routings, and the GPU's passes against plain torch."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from bmoe.parallel import dispatch  # noqa: E402 - after the switch of Triton's interpreter
+from bmoe.parallel import dispatch
 
 
 @pytest.mark.parametrize("size", [2, 4])
