@@ -71,6 +71,19 @@ def test_resumed_at_another_world_size_in_the_same_order_of_samples(ranks, tmp_p
         assert meta["position"] == runs.checkpoint.read_meta(runs.checkpoint.newest_whole(whole / "checkpoints"))["position"]
 
 
+def test_a_bf16_run_goes_on_over_two_ranks(ranks, tmp_path):
+    """From split masters on one process to fp32 shards on two, and back."""
+    options = {"steps": 6, "kind": "bf16", "experts": "grouped", "folder": str(tmp_path)}
+    runs.part(0, 1, stop_at=2, **options)
+    before = runs.final_tensors(tmp_path)
+    ranks(2).run("part", layout=(1, 1, 2), stop_at=4, **options)
+    runs.part(0, 1, **options)
+    after = runs.final_tensors(tmp_path)
+    assert after.keys() == before.keys() and {t.dtype for n, t in after.items() if n != "optimizer.skipped"} == {torch.float32}
+    losses = [record["loss"] for record in runs.records(tmp_path)]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
+
 def launched(folder: Path, options: dict) -> tuple[int, str | None]:
     program = Path(__file__).parent.parent / "training" / "runs.py"
     code = f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"

@@ -36,12 +36,12 @@ TIMES = ("residues_per_s", "tokens_per_s", "step_s", "data_wait_s", "peak_memory
 
 
 def make_recipe(steps: int, layout: list[int] | tuple[int, ...] = (1, 1, 1), every: int = 2, keep: int = 3, background: bool = True,
-                experts: str = "loop", batches: int = 4, lr: float = 0.003):
+                experts: str = "loop", batches: int = 4, lr: float = 0.003, kind: str = "fp32"):
     return cases.make_recipe(
         tuple(layout), batches, backend={"experts": experts},
         training={"steps": steps, "validate_every": 2, "validation_tokens": 256, "tokens_per_step": batches * cases.SLOTS},
         checkpoint={"every": every, "keep": keep, "async": background}, logging={"every": 1}, optimizer={"lr": lr, "clip_norm": 1.0},
-        model={"norm": "rmsnorm", "bias": False},
+        model={"norm": "rmsnorm", "bias": False}, precision={"kind": kind},
     )
 
 

@@ -87,3 +87,15 @@ def test_steps_that_are_not_finite_stop_the_run_and_name_the_sequences(tmp_path)
     listed = runs.json.loads((tmp_path / "nonfinite-step-6-rank-0.json").read_text())
     assert len(listed["batches"]) == 4 and all(batch["sequence_ids"] for batch in listed["batches"])
     assert runs.checkpoint.newest_whole(tmp_path / "checkpoints").name == "step-0000000003"
+
+
+def test_bf16_weights_come_back_with_their_fp32_masters(tmp_path):
+    recipe = runs.make_recipe(4, kind="bf16", experts="grouped")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    _, trainer = runs.train(whole, recipe)
+    assert trainer.optimizer.low and trainer.model.embedding.dtype == torch.bfloat16
+    runs.train(parts, recipe, limits=runs.Limits(stop_at=2))
+    runs.train(parts, recipe)
+    assert_same(whole, parts)
+    saved = runs.final_tensors(whole)["model.blocks.0.ffn.experts.gate_up"]
+    assert saved.dtype == torch.float32 and not torch.equal(saved, saved.bfloat16().float())
