@@ -7,6 +7,7 @@ from bmoe.data import prepare as rooms
 from bmoe.data.options import PrepareOptions
 from bmoe.errors import RequestError
 from bmoe.jobs.common import write_json
+from bmoe.reports import prepare as page
 from bmoe.reports.prepare_terminal import summary
 
 __all__ = ["PrepareOptions", "default_out", "merge", "prepare", "show", "verify", "write_json"]
@@ -33,9 +34,12 @@ def prepare(
     if not names:
         raise RequestError("bmoe prepare needs an input: a FASTA file, a folder, or - for standard input")
     with console.PreparationView() as view:
-        return rooms.prepare(
+        results = rooms.prepare(
             names, default_out(names, out), options, workers=workers, resume=resume, part=_part(part), dry_run=dry_run, progress=view.update
         )
+    if not results.get("dry_run") and not results.get("already_prepared"):
+        page.write(results["directory"], results)
+    return results
 
 
 def _part(text: str | None) -> tuple[int, int] | None:
@@ -51,7 +55,9 @@ def merge(names: list[str], out: str | None) -> dict:
     """Join parts of a job array into `out`."""
     if not names or not out:
         raise RequestError("--merge needs the folders of the parts and --out DIR")
-    return rooms.merge(names, out)
+    results = rooms.merge(names, out)
+    page.write(results["directory"], results)
+    return results
 
 
 def verify(directory: str) -> dict:
