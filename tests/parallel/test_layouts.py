@@ -66,6 +66,18 @@ def test_weights_that_are_freed_after_each_pass_change_nothing(ranks, one, layou
         assert worst(got["gradients"], want["gradients"])[0] < 1e-9
 
 
+@pytest.mark.parametrize("stay_gathered", [True, False])
+@pytest.mark.parametrize("recompute", ["experts", "full"])
+@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 2)])
+def test_recomputed_activations_change_nothing(ranks, one, layout, recompute, stay_gathered):
+    want = one(batches=4)
+    backend = {"experts": "grouped", "recompute": recompute}
+    for got in ranks(2).run("train", layout=layout, batches=4, stay_gathered=stay_gathered, backend=backend):
+        assert relative(got["losses"], want["losses"]) < 1e-9
+        assert worst(got["gradients"], want["gradients"])[0] < 1e-9
+        assert worst(got["state"], want["state"])[0] < 1e-9
+
+
 @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 2, 2), (1, 1, 4)])
 def test_float32_equals_one_process_to_rounding(ranks, one, layout):
     want = one(dtype="float32", steps=1)
