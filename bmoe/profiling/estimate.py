@@ -46,7 +46,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
         if needs and not needs.lowest <= chip.capability < needs.below:
             continue
         result = predict.step(recipe, vocabulary, load, chip, world)
-        sizes = memory.by_category(recipe, vocabulary, load, world)
+        sizes = memory.by_category(recipe, vocabulary, load, world, chip)
         bf16 = predict.step(with_values(recipe, "precision", kind="bf16"), vocabulary, load, chip, world)["step_s"]
         found[chip.name] = result | {
             "memory": sizes,
@@ -62,8 +62,8 @@ def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
     shards, source = open_data(recipe)
     load, vocabulary = expected_load(recipe, shards), shards.alphabet.size
     predicted = predictions(recipe, shards, "", world, chip)
-    sizes = memory.by_category(recipe, vocabulary, load, world)
+    sizes = memory.by_category(recipe, vocabulary, load, world, chips.find(chip) if chip else None)
     for name, entry in predicted.items():
         entry["largest_tokens_per_batch"] = memory.largest_batch(recipe, vocabulary, load, world, chips.find(name))
-        entry["advice"] = memory.advice(recipe, sizes, chips.find(name), world, entry["largest_tokens_per_batch"])
+        entry["advice"] = memory.advice(recipe, entry["memory"], chips.find(name), world, entry["largest_tokens_per_batch"])
     return {"world": world, "memory": sizes, "predicted": predicted, "data": source, "label": "predicted from shapes, not measured"}

@@ -2,8 +2,10 @@
 
 Static: weights, gradients, optimizer. With bf16 weights: 2 bytes each, 2 for the second half of the fp32 master, 2 x 4 for
 the moments; gradients are bf16, summed in fp32 if a step has several batches (the bf16 ones then live for one tensor only).
-In fp32: 4 + 4 + 8. Vectors and the router are fp32 always. Activations: what forward keeps for backward, per block.
-Workspace: what only lives while one part runs (its gradients, gathered parameters, the loss in fp32).
+In fp32: 4 + 4 + 8. On several ranks weights are fp32 shards (no second half) and gradients are summed in fp32 shards; what is
+gathered for a pass, or for a whole step where that takes at most a quarter of the GPU (`parallel.shard`), is workspace.
+Vectors and the router are fp32 always. Activations: what forward keeps for backward, per block. Workspace: what only lives
+while one part runs (its gradients, gathered parameters, the loss in fp32).
 
 The peak is static plus the larger of two moments: the end of forward (all activations), or the end of backward (all bf16
 gradients, one block's activations).
@@ -59,8 +61,8 @@ def _expert_rows(kind: str, experts: str, N: float, D: int, C: int, F: int, b: i
     return N * (D + F) * b + N * (2 * C) * 4  # x and a; and in fp32 what the activation multiplies: h, and C more
 
 
-def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1) -> dict[str, float]:
-    """GiB of one rank: weights, gradients, optimizer, activations, workspace, peak.
+def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chip: Chip | None = None) -> dict[str, float]:
+    """GiB of one rank: weights, gradients, optimizer, activations, workspace, peak. `chip` decides whether units stay gathered.
 
     `recipe.backend.compile` and `.experts` should be resolved; `auto` counts as compiled, triton in bf16, te below.
     """
@@ -75,14 +77,14 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1) -> 
     p = parameters(model, vocabulary)
     _, shard, expert = layout(recipe.parallel, world)
     ranks = shard * expert
-    low, wide = (p.dense + p.experts) / ranks, p.wide / ranks
+    low, wide, several = (p.dense + p.experts) / ranks, p.wide, world > 1
     fp32 = recipe.precision.kind == "fp32"
     b = 4 if fp32 else 2
     moments = 8 if recipe.optimizer.state_dtype == "fp32" else 4
     batches = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world)
-    sums = 4 * low if batches > 1 and not fp32 else 0.0
-    weights = b * low + 4 * wide
-    optimizer = moments * (low + wide) + (0 if fp32 else 2 * low)
+    sums = 4 * low if several or (batches > 1 and not fp32) else 0.0
+    weights = (4 if several else b) * low + 4 * wide
+    optimizer = moments * (low + wide) + (0 if fp32 or several else 2 * low)
 
     dense_layers = model.layers if model.moe is None else model.moe.dense_layers
     kinds = {layer < dense_layers for layer in range(model.layers)}
@@ -95,7 +97,10 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1) -> 
     gates = 2 if model.ffn == "swiglu" else 1
     one_block = max(full - some for some, full in block.values()) + rows * ((gates + 2) * hidden + 2 * model.width) * b
     largest = p.experts / max(1, model.layers - dense_layers) if model.moe else p.dense / model.layers
-    gathered = 2 * (p.dense / model.layers + largest / expert) * b if shard > 1 else 0.0
+    gathered = 2 * (p.dense / model.layers + largest / expert) * b if several else 0.0
+    unit = p.dense + p.experts / expert
+    if several and chip and unit * (b + 4) <= chip.memory_gib * GIB / 4:
+        gathered = unit * (b + (4 if batches > 1 else 0))
     gradients_alive = largest / expert * b if sums else b * low + 4 * wide
     end_of_forward = kept + head
     # Gradients appear while activations go, both about linearly, so the larger end decides.
@@ -126,7 +131,7 @@ def largest_batch(recipe: Recipe, vocabulary: int, load: Load, world: int, chip:
     while tokens * world <= recipe.training.tokens_per_step:
         if recipe.training.tokens_per_step % (tokens * world) == 0:
             data = recipe.data.model_copy(update={"tokens_per_batch": tokens})
-            if fits(by_category(recipe.model_copy(update={"data": data}), vocabulary, scaled(load, tokens), world)["peak"], chip):
+            if fits(by_category(recipe.model_copy(update={"data": data}), vocabulary, scaled(load, tokens), world, chip)["peak"], chip):
                 best = tokens
         tokens *= 2
     return best

@@ -5,9 +5,6 @@ from pathlib import Path
 
 from bmoe import profiling
 from bmoe import recipe as recipes
-from bmoe.data.alphabet import alphabet
-from bmoe.parallel.traffic import Sizes, gathered_bytes
-from bmoe.profiling.work import parameters
 
 RECIPE = Path(__file__).parent / "protein_moe_16b.yaml"
 TOKENS = 1e12
@@ -26,13 +23,11 @@ def row(world: int, layout: tuple[int, int, int], per_step: int, per_batch: int,
                  f"training.tokens_per_step={per_step}", f"data.tokens_per_batch={per_batch}"]
     recipe = recipes.load(RECIPE, overrides)
     found = profiling.estimate(recipe, world, chip)["predicted"][chip]
-    p, sent = parameters(recipe.model, alphabet("protein").size), found["communication"]
-    sizes = Sizes(p.dense, p.experts, p.wide, 28, recipe.model.width, 0)
-    gathered = gathered_bytes(sizes, layout[2], True) / 2**30 if sent["stays_gathered"] else 0.0
+    sent = found["communication"]
     days = TOKENS / found["tokens_per_s"] / 86_400
     return (
         f"| {world:,} | {' x '.join(map(str, layout))} | {per_step / 2**20:.0f} Mi | {per_batch:,} | {found['batches_per_step']} "
-        f"| {found['memory']['peak'] + gathered:.0f} | {found['step_s']:.2f} | {sent['all_to_all_s']:.2f} | {sent['parameter_s']:.2f} "
+        f"| {found['memory']['peak']:.0f} | {found['step_s']:.2f} | {sent['all_to_all_s']:.2f} | {sent['parameter_s']:.2f} "
         f"| {100 * found['mfu']:.0f} % | {found['tokens_per_s'] / 1e6:.2f} | {days:.2f} |"
     )
 

@@ -72,7 +72,8 @@ def test_sharding_divides_and_recomputation_lowers(recipe_of):
                        data={"tokens_per_batch": 16384, "max_length": 1024}, training={"tokens_per_step": 2097152})  # fmt: skip
     load = Load(16384, 16200, 16200 * 450.0, 2430)
     one, eight = (by_category(recipe, 33, load, world) for world in (1, 8))
-    assert eight["optimizer"] == pytest.approx(one["optimizer"] / 8)
+    state = [sizes["weights"] + sizes["optimizer"] for sizes in (one, eight)]  # 2 + 2 + 8 bytes, and 4 + 8 on several ranks
+    assert state[1] == pytest.approx(state[0] / 8, rel=2e-3)  # vectors and routers are whole on each
     assert eight["activations"] == one["activations"]
     peaks = []
     for recompute in ("none", "experts", "full"):
