@@ -97,6 +97,7 @@ def world_from_environment(device: str) -> World:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
     if PIDS in os.environ:
         Path(os.environ[PIDS], str(found.rank)).write_text(str(os.getpid()))
+        threading.Thread(target=_outlive_no_launcher, args=(os.getppid(),), name="bmoe-parent", daemon=True).start()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, rank=found.rank, world_size=found.size, timeout=PATIENCE,
@@ -105,6 +106,13 @@ def world_from_environment(device: str) -> World:
         meeting = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise RunError(f"rank {found.rank} of {found.size} cannot meet the others at {meeting} ({_first_line(error)})") from error
     return World(here, found.rank, found.size)
+
+
+def _outlive_no_launcher(parent: int) -> None:
+    """Ask this rank to save and leave when the launcher is gone (killed): nobody would stop it otherwise."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def on_first(world: World, function: Callable[[], Any]) -> Any:
@@ -145,6 +153,8 @@ def rank_of(world: World) -> Iterator[None]:
         sentence = f"rank {world.rank} {LOST_PEER} ({_first_line(error)})"
         leave_reason(sentence)
         raise RunError(sentence) from error
+    except SystemExit:
+        raise
     except BaseException as error:
         leave_reason(f"{type(error).__name__}: {_first_line(error)}")
         raise

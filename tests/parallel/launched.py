@@ -38,6 +38,7 @@ def play(scene: str, folder: Path) -> None:
             while not caught:
                 time.sleep(0.05)
             world.barrier()
+            (folder / f"left-{world.rank}").touch()
             sys.exit(75)
         if scene != "all is well":
             world.sum(torch.zeros(1))

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -63,9 +65,26 @@ def test_the_reason_is_the_first_failure_in_one_sentence(tmp_path, scene, code, 
 
 def test_a_signal_reaches_all_ranks_and_asks_for_a_requeue(tmp_path):
     def send():
-        while len(list(tmp_path.glob("ready-*"))) < 2:
-            time.sleep(0.05)
+        wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=send, daemon=True).start()
     assert play("signal", tmp_path) == (75, None)
+
+
+def test_ranks_save_and_leave_when_the_launcher_is_killed(tmp_path):
+    code = f"from pathlib import Path; from bmoe.parallel import launch; launch.run(['signal', {str(tmp_path)!r}], 2, "
+    code += f"Path({str(tmp_path / 'logs')!r}), {PROGRAM!r})"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: len(list(tmp_path.glob("left-*"))) == 2)
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
