@@ -41,7 +41,8 @@ def start(recipe: Recipe, request: Request, limits: Limits) -> int:
     if device.type == "cuda":
         ranks = request.gpus or torch.cuda.device_count()
     if here is None and ranks > 1:
-        console.note(f"{line.replace('running on', 'starting', 1)}: {ranks} ranks")
+        where = f"{ranks} GPUs ({torch.cuda.get_device_name(0)})" if device.type == "cuda" else f"the CPU as {ranks} processes"
+        console.note(f"running on {where}")
         code, reason = launch.run(request.arguments, ranks, Path(request.out or Path("runs") / recipe.name).with_suffix(".logs"))
         if reason:
             console.error(reason)
