@@ -144,7 +144,7 @@ def rank_of(world: World) -> Iterator[None]:
         yield
         world.barrier()
     except (RequestError, RunError) as error:
-        leave_reason(str(error))
+        leave_reason(str(error), 2 if isinstance(error, RequestError) else 1)
         raise
     except (dist.DistError, RuntimeError) as error:
         if not _is_lost_peer(error):
@@ -170,12 +170,15 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def leave_reason(sentence: str) -> None:
-    """Leave the sentence that ends this rank for the launcher, in the form torch's launchers read; the first one stays."""
+def leave_reason(sentence: str, code: int = 1) -> None:
+    """Leave the sentence that ends this rank for the launcher, in the form torch's launchers read; the first one stays.
+
+    code: the exit code it stands for. The process itself may yet end by SIGABRT, when a library's threads outlive the others.
+    """
     file = os.environ.get(ERROR_FILE)
     if file is None or Path(file).exists():
         return
-    facts = {"message": sentence, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+    facts = {"message": sentence, "errorCode": code, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
     Path(file).write_text(json.dumps({"message": facts}))
 
 
@@ -251,27 +254,31 @@ def _send(pid: int, number: int) -> None:
 def _explain(failures: Mapping[int, Any], sent: int, logs: Path) -> tuple[int, str | None]:
     """Exit code and sentence of the rank that failed first; ranks that lost a peer, or were stopped by the launcher, come last."""
 
+    left = {rank: _reason(logs, rank) for rank in failures}
+
     def order(item: tuple[int, Any]) -> tuple:
         rank, failure = item
-        reason = _reason(logs, rank)
-        stopped = failure.exitcode == -signal.SIGTERM
-        return (reason is not None and LOST_PEER in reason, stopped, failure.timestamp, rank)
+        reason, stopped = left[rank], failure.exitcode == -signal.SIGTERM
+        return (reason is not None and LOST_PEER in reason[0], stopped and reason is None, failure.timestamp, rank)
 
     rank, failure = min(failures.items(), key=order)
-    code = failure.exitcode
+    code, reason = failure.exitcode, left[rank]
     if code in (75, 130) or (sent and code == -sent):
         return (130 if sent == signal.SIGINT else 75), None
-    written = _reason(logs, rank)
-    if written is not None:
-        return (code if code > 0 else 1), written
+    if reason is not None:
+        return reason[1], reason[0]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
     return (code if code > 0 else 1), f"rank {rank} {how}{hint}; see {logs}/rank-{rank}.err"
 
 
-def _reason(logs: Path, rank: int) -> str | None:
+def _reason(logs: Path, rank: int) -> tuple[str, int] | None:
+    """What a rank left: sentence and exit code."""
     file = logs / f"rank-{rank}.json"
-    return json.loads(file.read_text())["message"]["message"] if file.is_file() else None
+    if not file.is_file():
+        return None
+    facts = json.loads(file.read_text())["message"]
+    return facts["message"], facts["errorCode"]
 
 
 def _rank_logs(logs: Path):
