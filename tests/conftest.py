@@ -1,7 +1,12 @@
-"""Tests marked `gpu` need a CUDA GPU and are skipped elsewhere."""
+"""What holds for all tests on a machine without a GPU: those marked `gpu` are skipped, and Triton kernels are interpreted."""
+
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever test module comes first
 
 
 def pytest_collection_modifyitems(items):
