@@ -15,8 +15,14 @@ from bmoe import __version__, console
 from bmoe.errors import RequestError, RunError
 from bmoe.recipe import RecipeError
 
-app = typer.Typer(name="bmoe", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-                  help="Pretrain Mixture-of-Experts models of biological sequences, from FASTA to an evaluated model.")
+app = typer.Typer(
+    name="bmoe",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Pretrain Mixture-of-Experts models of biological sequences, from FASTA to an evaluated model.",
+)
 
 UsageError = typer.BadParameter.__base__  # typer may carry its own copy of click, whose classes only typer names
 
@@ -69,9 +75,21 @@ def prepare(
         results = job.merge(names, out)
     else:
         options = job.PrepareOptions(
-            alphabet=alphabet, format=format_, valid_fraction=valid_fraction, test_fraction=test_fraction, clusters=clusters, dedup=dedup,
-            min_length=min_length, max_length=max_length, on_invalid=on_invalid, internal_stop=internal_stop, gaps=gaps, n_runs=n_runs,
-            soft_mask=soft_mask, keep_headers=keep_headers, seed=seed,
+            alphabet=alphabet,
+            format=format_,
+            valid_fraction=valid_fraction,
+            test_fraction=test_fraction,
+            clusters=clusters,
+            dedup=dedup,
+            min_length=min_length,
+            max_length=max_length,
+            on_invalid=on_invalid,
+            internal_stop=internal_stop,
+            gaps=gaps,
+            n_runs=n_runs,
+            soft_mask=soft_mask,
+            keep_headers=keep_headers,
+            seed=seed,
         )
         results = job.prepare(names, out, options, workers=workers, resume=resume, part=part, dry_run=dry_run)
     job.show(results)

@@ -89,8 +89,12 @@ class TrainingView:
 
     def _line(self, record: dict) -> str:
         parts = [
-            f"step {record['step']}/{self.steps}", f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}",
-            f"norm {record['grad_norm']:.2f}", f"{record['residues_per_s']:,.0f} residues/s", f"eta {self._eta(record)}",
+            f"step {record['step']}/{self.steps}",
+            f"loss {record['loss']:.4f}",
+            f"lr {record['lr']:.2e}",
+            f"norm {record['grad_norm']:.2f}",
+            f"{record['residues_per_s']:,.0f} residues/s",
+            f"eta {self._eta(record)}",
         ]
         loads = [x for x in record["load_max_over_mean"] if x is not None]
         if loads:
@@ -135,8 +139,14 @@ class PreparationView:
 
     def __init__(self):
         self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-            console=err, transient=True, disable=not err.is_terminal,
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
         )
         self.task = self.bar.add_task("reading", total=None)
         self.told = time.monotonic()

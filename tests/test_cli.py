@@ -85,8 +85,24 @@ def test_ten_and_ten_steps_are_twenty_bit_for_bit(here, capsys):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
     last = records("whole")[-1]
-    for key in ("loss", "lr", "grad_norm", "tokens", "fill", "skipped_steps", "balance_loss", "z_loss", "load_max_over_mean", "load_entropy",
-                "dead_experts", "valid_loss", "valid_perplexity_8010", "valid_perplexity_mask", "valid_baseline_8010", "valid_baseline_mask"):
+    for key in (
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens",
+        "fill",
+        "skipped_steps",
+        "balance_loss",
+        "z_loss",
+        "load_max_over_mean",
+        "load_entropy",
+        "dead_experts",
+        "valid_loss",
+        "valid_perplexity_8010",
+        "valid_perplexity_mask",
+        "valid_baseline_8010",
+        "valid_baseline_mask",
+    ):
         assert key in last, key
     assert [r["step"] for r in records("whole")] == [1, 5, 10, 15, 20]
     assert len(last["balance_loss"]) == 2 and last["loss"] < records("whole")[0]["loss"]
@@ -237,7 +253,9 @@ def run_in_background(*arguments: str) -> subprocess.Popen:
 
 @pytest.mark.parametrize("number,code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_signals_checkpoint_and_exit(here, number, code):
-    process = run_in_background("train", "tiny.yaml", "--device", "cpu", "--set", "training.steps=100000", "--set", "checkpoint.every=100000")
+    process = run_in_background(
+        "train", "tiny.yaml", "--device", "cpu", "--set", "training.steps=100000", "--set", "checkpoint.every=100000"
+    )
     deadline = time.monotonic() + 120
     while not (Path("runs/tiny/metrics.jsonl").exists() and len(records("runs/tiny")) >= 2):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
@@ -257,8 +275,18 @@ def test_dry_run_needs_no_data_and_counts_the_flagship(here, capsys):
     assert results["batches_per_rank"] == 16 and not Path("data").exists() and not Path("runs").exists()
 
 
-SHRUNK = ["data.max_length=32", "data.tokens_per_batch=128", "training.tokens_per_step=128", "training.steps=2", "training.validate_every=2",
-          "training.validation_tokens=256", "model.layers=2", "model.width=40", "model.heads=2", "data.path=shards"]
+SHRUNK = [
+    "data.max_length=32",
+    "data.tokens_per_batch=128",
+    "training.tokens_per_step=128",
+    "training.steps=2",
+    "training.validate_every=2",
+    "training.validation_tokens=256",
+    "model.layers=2",
+    "model.width=40",
+    "model.heads=2",
+    "data.path=shards",
+]
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in recipes.shipped_directory().glob("*.yaml")))
@@ -302,8 +330,19 @@ def test_console_draws_a_dashboard_on_a_terminal(monkeypatch):
 
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
     monkeypatch.setattr(console, "err", screen)
-    record = {"step": 3, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "residues_per_s": 1234.0, "step_s": 0.5, "peak_memory_gib": 1.0, "mfu": 0.4,
-              "load_max_over_mean": [None, 1.5], "skipped_steps": 2, "valid_perplexity_mask": 17.0}
+    record = {
+        "step": 3,
+        "loss": 2.5,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "residues_per_s": 1234.0,
+        "step_s": 0.5,
+        "peak_memory_gib": 1.0,
+        "mfu": 0.4,
+        "load_max_over_mean": [None, 1.5],
+        "skipped_steps": 2,
+        "valid_perplexity_mask": 17.0,
+    }
     with console.TrainingView("tiny", 10, 0) as view:
         view.record(record)
         view.note("hello")

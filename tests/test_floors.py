@@ -7,8 +7,13 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "bmoe"
 FLOORS = [
-    {"recipe", "errors"}, {"kernels", "precision"}, {"model", "parallel", "data"},
-    {"training", "evaluation", "profiling", "reports", "interop"}, {"console"}, {"jobs"}, {"cli"},
+    {"recipe", "errors"},
+    {"kernels", "precision"},
+    {"model", "parallel", "data"},
+    {"training", "evaluation", "profiling", "reports", "interop"},
+    {"console"},
+    {"jobs"},
+    {"cli"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem != "__init__")

@@ -34,7 +34,12 @@ def test_shipped_recipes_load_and_divide_by_eight_ranks(path):
 
 def test_the_design_ships_six_recipes():
     assert {p.stem for p in SHIPPED} == {
-        "esm2_moe_tiny", "esm2_moe_8m", "esm2_dense_8m", "esm2_moe", "protein_moe_fine", "genome_mixtral",
+        "esm2_moe_tiny",
+        "esm2_moe_8m",
+        "esm2_dense_8m",
+        "esm2_moe",
+        "protein_moe_fine",
+        "genome_mixtral",
     }
 
 
@@ -143,14 +148,24 @@ def test_fasta_is_relative_to_the_recipe(tmp_path):
     assert recipes.load(write(tmp_path, "data: {fasta: x.fasta}\n")).data.fasta == str(tmp_path / "x.fasta")
 
 
-@given(st.builds(
-    lambda lr, steps, moe, path, compile_: recipes.validate({
-        "optimizer": {"lr": lr}, "training": {"steps": steps}, "model": {"moe": moe}, "data": {"path": path},
-        "backend": {"compile": compile_},
-    }),
-    st.floats(1e-12, 1e3), st.integers(1, 10**9), st.sampled_from([None, {"experts": 16}]),
-    st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1), st.sampled_from(["auto", True, False]),
-))
+@given(
+    st.builds(
+        lambda lr, steps, moe, path, compile_: recipes.validate(
+            {
+                "optimizer": {"lr": lr},
+                "training": {"steps": steps},
+                "model": {"moe": moe},
+                "data": {"path": path},
+                "backend": {"compile": compile_},
+            }
+        ),
+        st.floats(1e-12, 1e3),
+        st.integers(1, 10**9),
+        st.sampled_from([None, {"experts": 16}]),
+        st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1),
+        st.sampled_from(["auto", True, False]),
+    )
+)
 def test_dump_and_load_are_inverse(tmp_path_factory, recipe):
     path = tmp_path_factory.mktemp("r") / "r.yaml"
     path.write_text(recipes.dump(recipe, {"model.layers": "why not"}))

@@ -38,8 +38,17 @@ def test_three_lines_from_an_empty_folder(installed, tmp_path):
     assert first.returncode == 0, first.stderr
     assert (tmp_path / "data" / "uniref50" / "manifest.json").is_file()
 
-    shrink = ("model.layers=2", "model.width=40", "model.heads=2", "model.moe.expert_width=16", "data.max_length=32", "data.tokens_per_batch=128",
-              "training.tokens_per_step=128", "training.steps=2", "training.validation_tokens=256")
+    shrink = (
+        "model.layers=2",
+        "model.width=40",
+        "model.heads=2",
+        "model.moe.expert_width=16",
+        "data.max_length=32",
+        "data.tokens_per_batch=128",
+        "training.tokens_per_step=128",
+        "training.steps=2",
+        "training.validation_tokens=256",
+    )
     sets = [part for value in shrink for part in ("--set", value)]
     second = bmoe(installed, tmp_path, "train", "recipes/esm2_moe.yaml", "--device", "cpu", *sets)
     assert second.returncode == 0, second.stderr

@@ -17,8 +17,9 @@ from bmoe.data.packing import NO_TARGET, Packed
 from bmoe.recipe import ObjectiveSection
 
 
-def mlm(packed: Packed, letters: Alphabet, objective: ObjectiveSection, seed: int, all_mask: bool = False,
-        skip_soft: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def mlm(
+    packed: Packed, letters: Alphabet, objective: ObjectiveSection, seed: int, all_mask: bool = False, skip_soft: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets of masked language modelling, int64 [T] each.
 
     `all_mask` shows every target as `<mask>`; the targets are the same as without. `skip_soft` takes soft-masked DNA out

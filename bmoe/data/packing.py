@@ -128,11 +128,18 @@ def to_batch(packed: Packed, tokens_T: np.ndarray, targets_T: np.ndarray, max_le
         select_M[: slots.size], picked_M[: slots.size] = slots, targets_T[slots]
     as_tensor = torch.from_numpy
     return Batch(
-        tokens_T=as_tensor(tokens_T), targets_T=as_tensor(targets_T),
-        positions_T=as_tensor(packed.positions_T), segments_T=as_tensor(packed.segments_T),
-        cu_seqlens=as_tensor(packed.cu_seqlens), real_tokens=torch.tensor(packed.real),
-        sequence_ids=as_tensor(np.ascontiguousarray(packed.crops.sequence)), epochs=as_tensor(np.ascontiguousarray(packed.crops.epoch)),
-        select_M=None if select_M is None else as_tensor(select_M), picked_M=as_tensor(picked_M),
-        max_seqlen=max(max_length, tail), targets=int(slots.size), residues=int((packed.origin_T >= 0).sum()),
+        tokens_T=as_tensor(tokens_T),
+        targets_T=as_tensor(targets_T),
+        positions_T=as_tensor(packed.positions_T),
+        segments_T=as_tensor(packed.segments_T),
+        cu_seqlens=as_tensor(packed.cu_seqlens),
+        real_tokens=torch.tensor(packed.real),
+        sequence_ids=as_tensor(np.ascontiguousarray(packed.crops.sequence)),
+        epochs=as_tensor(np.ascontiguousarray(packed.crops.epoch)),
+        select_M=None if select_M is None else as_tensor(select_M),
+        picked_M=as_tensor(picked_M),
+        max_seqlen=max(max_length, tail),
+        targets=int(slots.size),
+        residues=int((packed.origin_T >= 0).sum()),
         pairs=int((packed.crops.slots**2).sum()),
     )

@@ -66,8 +66,9 @@ class Sampler:
         window, overlap: cut sequences longer than `window` tokens into windows (DNA), or None.
     """
 
-    def __init__(self, sequences: Sequences, max_length: int, seed: int, sampling: str = "sequence",
-                 window: int | None = None, overlap: int = 0):
+    def __init__(
+        self, sequences: Sequences, max_length: int, seed: int, sampling: str = "sequence", window: int | None = None, overlap: int = 0
+    ):
         self.lengths, self.max_length, self.seed = sequences.lengths, max_length, seed
         self.window, self.stride = window, (window - overlap) if window else 0
         self.windows_end = self.members = self.cluster_start = None

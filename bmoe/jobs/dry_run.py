@@ -29,15 +29,22 @@ def dry_run(recipe: Recipe, world: int, chip: str | None) -> tuple[dict, Group]:
     flops = counts.training_flops(recipe.model, letters.size, 1.0, float(pairs))
     prepared = (folder / MANIFEST).is_file()
     results = {
-        "parameters": parameters.total, "active_parameters": parameters.active,
-        "tokens_per_step": recipe.training.tokens_per_step, "batches_per_rank": recipe.training.tokens_per_step // slots,
-        "flops_per_token": flops, "data_prepared": prepared, **estimate,
+        "parameters": parameters.total,
+        "active_parameters": parameters.active,
+        "tokens_per_step": recipe.training.tokens_per_step,
+        "batches_per_rank": recipe.training.tokens_per_step // slots,
+        "flops_per_token": flops,
+        "data_prepared": prepared,
+        **estimate,
     }
     rows = [
         ("recipe", f"{recipe.name}: {recipe.model.kind} of {recipe.model.layers} layers x {recipe.model.width}"),
         ("parameters", f"{parameters.total:,} ({parameters.active:,} active per token)"),
-        ("tokens per step", f"{recipe.training.tokens_per_step:,} = {recipe.data.tokens_per_batch:,} x {world} ranks x "
-                            f"{results['batches_per_rank']} batches"),
+        (
+            "tokens per step",
+            f"{recipe.training.tokens_per_step:,} = {recipe.data.tokens_per_batch:,} x {world} ranks x "
+            f"{results['batches_per_rank']} batches",
+        ),
         ("steps", f"{recipe.training.steps:,}: {recipe.training.steps * recipe.training.tokens_per_step:.3g} tokens"),
         ("FLOPs per token", f"{flops:.3g} forward and backward, at sequences of {mean:,} tokens"),
         ("data", f"{folder} is prepared" if prepared else _not_prepared(recipe)),

@@ -85,9 +85,7 @@ class Wanted(NamedTuple):
         return self.routing or self.pseudo or bool(self.by) or not any(elsewhere)
 
 
-def evaluate(
-    paths: list[str], wanted: Wanted, *, data: str | None, split: str, device: torch.device
-) -> tuple[list[dict], Recipe]:
+def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, device: torch.device) -> tuple[list[dict], Recipe]:
     """The results of each run, and the recipe of the last. Runs on the same targets are compared with the first, in pairs."""
     wanted.check()
     results, first = [], None

@@ -88,9 +88,7 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     latest: list[perplexity.Perplexity] = []
 
     def validate() -> dict:
-        latest[:] = [perplexity.evaluate(
-            model, valid, resolved, device=world.device, rank=world.rank, world=world.size, reduce=world.sum
-        )]
+        latest[:] = [perplexity.evaluate(model, valid, resolved, device=world.device, rank=world.rank, world=world.size, reduce=world.sum)]
         return latest[0].metrics()
 
     view = console.TrainingView(resolved.name, resolved.training.steps, progress.step, shown=world.rank == 0)
@@ -180,7 +178,10 @@ def training_summary(outcome: Outcome, folder: Path, metrics: dict) -> Table:
         value, base = metrics["valid_perplexity"], metrics["valid_baseline"]
         rows.append(("valid_perplexity", f"{value:.3f}   baseline {base:.3f}   ratio {value / base:.4f}"))
     rows += [
-        ("training loss", f"{metrics['loss']:.4f}"), ("residues/s", f"{metrics['residues_per_s']:,.0f}"),
-        ("peak memory", f"{metrics['peak_memory_gib']:.2f} GiB"), ("run", str(folder)), ("report", str(folder / "report.html")),
+        ("training loss", f"{metrics['loss']:.4f}"),
+        ("residues/s", f"{metrics['residues_per_s']:,.0f}"),
+        ("peak memory", f"{metrics['peak_memory_gib']:.2f} GiB"),
+        ("run", str(folder)),
+        ("report", str(folder / "report.html")),
     ]
     return console.settings_table("trained", rows)

@@ -33,8 +33,17 @@ def join_master(weight: Tensor, low: Tensor) -> Tensor:
     return ((high32 << 16) | low32).view(torch.float32)
 
 
-def adamw_torch(master: Tensor, gradient: Tensor, m: Tensor, v: Tensor, scalars: Tensor,
-                b1: float, b2: float, eps: float, weight_decay: float) -> None:
+def adamw_torch(
+    master: Tensor,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    scalars: Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     """The plain twin: one AdamW step on master, m and v in place. Arithmetic in master's dtype, with one order of operations."""
     scale, lr, correction1, root_correction2, keep = scalars.to(master.dtype).unbind()
     g = gradient.to(master.dtype) * scale

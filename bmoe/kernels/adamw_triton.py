@@ -10,7 +10,19 @@ BLOCK = 4096
 
 @triton.jit
 def _adamw_kernel(
-    weight_p, low_p, gradient_p, m_p, v_p, scalars_p, n, b1, b2, eps, weight_decay, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+    weight_p,
+    low_p,
+    gradient_p,
+    m_p,
+    v_p,
+    scalars_p,
+    n,
+    b1,
+    b2,
+    eps,
+    weight_decay,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     if tl.load(scalars_p + 4) > 0:
         scale = tl.load(scalars_p)
@@ -41,13 +53,33 @@ def _adamw_kernel(
 
 
 def adamw_triton(
-    weight: Tensor, low: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, scalars: Tensor,
-    b1: float, b2: float, eps: float, weight_decay: float,
+    weight: Tensor,
+    low: Tensor | None,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    scalars: Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
 ) -> None:
     """One AdamW step in place. `weight` is bf16 with `low` int16, or fp32 with low None. All contiguous, any shape."""
     n = weight.numel()
     view = weight if low is None else weight.view(torch.int16)
     _adamw_kernel[(triton.cdiv(n, BLOCK),)](
-        view, view if low is None else low, gradient, m, v, scalars, n, b1, b2, eps, weight_decay,
-        SPLIT=low is not None, BLOCK=BLOCK, num_warps=8,
+        view,
+        view if low is None else low,
+        gradient,
+        m,
+        v,
+        scalars,
+        n,
+        b1,
+        b2,
+        eps,
+        weight_decay,
+        SPLIT=low is not None,
+        BLOCK=BLOCK,
+        num_warps=8,
     )

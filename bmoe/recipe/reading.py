@@ -27,9 +27,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def _plain(node: yaml.Node, path: str, where: str, lines: dict[str, str], faults: list[str]) -> Any:
@@ -80,8 +78,13 @@ def _sentence(error: Any, key: str) -> str:
     if kind == "extra_forbidden":
         return f"{key} is not a key of the recipe{_nearest(key)}"
     words = {
-        "int_type": "a whole number", "float_type": "a number", "float_parsing": "a number", "bool_type": "true or false",
-        "bool_parsing": "true or false", "string_type": "text", "tuple_type": "a list of two numbers",
+        "int_type": "a whole number",
+        "float_type": "a number",
+        "float_parsing": "a number",
+        "bool_type": "true or false",
+        "bool_parsing": "true or false",
+        "string_type": "text",
+        "tuple_type": "a list of two numbers",
         "model_type": "a section (a mapping of keys)",
     }
     if kind in words:

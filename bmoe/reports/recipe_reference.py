@@ -57,7 +57,13 @@ def _values(field) -> str:
     names = {"True": "true", "False": "false"}
     words = [f"`{names.get(part, part)}`" for part in parts]
     rest = re.sub(r"Literal\[[^\]]*\]", "", text)
-    for kind, word in (("tuple", "two numbers"), ("int", "whole number"), ("float", "number"), ("bool", "`true`, `false`"), ("str", "text")):
+    for kind, word in (
+        ("tuple", "two numbers"),
+        ("int", "whole number"),
+        ("float", "number"),
+        ("bool", "`true`, `false`"),
+        ("str", "text"),
+    ):
         if re.search(rf"\b{kind}\b", rest):
             words.append(word)
             break

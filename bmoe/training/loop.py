@@ -70,8 +70,19 @@ class Trainer:
         None where the peak is unknown; totals as `_step` returns them.
     """
 
-    def __init__(self, recipe: Recipe, run: Path, shards: Shards, model: nn.Module, optimizer: AdamW, world: World, progress: Progress,
-                 observer: Observer, validate: Callable[[], dict], mfu: Callable[[list[int], float], float | None]):
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Path,
+        shards: Shards,
+        model: nn.Module,
+        optimizer: AdamW,
+        world: World,
+        progress: Progress,
+        observer: Observer,
+        validate: Callable[[], dict],
+        mfu: Callable[[list[int], float], float | None],
+    ):
         self.recipe, self.run_folder, self.shards, self.model, self.optimizer, self.world = recipe, run, shards, model, optimizer, world
         self.progress, self.observer, self.validate, self.mfu = progress, observer, validate, mfu
         self.log = MetricsLog(run / "metrics.jsonl")
@@ -119,10 +130,14 @@ class Trainer:
         """Forward and backward of this rank's batches, then one update. Returns sums, norm, and the step's global totals
         (targets, real tokens, residues, pairs) as int64 [4] on the CPU or, with several ranks, on the device."""
         device = self.world.device
-        totals = torch.tensor([
-            sum(b.targets for b in batches), sum(int(b.real_tokens) for b in batches), sum(b.residues for b in batches),
-            sum(b.pairs for b in batches),
-        ])
+        totals = torch.tensor(
+            [
+                sum(b.targets for b in batches),
+                sum(int(b.real_tokens) for b in batches),
+                sum(b.residues for b in batches),
+                sum(b.pairs for b in batches),
+            ]
+        )
         if self.world.size > 1:
             totals, votes = self.world.sum(torch.cat([totals, torch.tensor(stopping.wishes())]).to(device)).split((4, 3))
             stopping.count(votes)
@@ -169,11 +184,26 @@ class Trainer:
         if moe:
             loss = loss + share * (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum())
         loss.backward()
-        return StepSums(entropy.detach() / targets, out.balance_L.detach() * share, out.z_L.detach() * share, out.counts_LE,
-                        torch.remainder(-out.counts_LE, self.row_multiple).sum(-1))
+        return StepSums(
+            entropy.detach() / targets,
+            out.balance_L.detach() * share,
+            out.z_L.detach() * share,
+            out.counts_LE,
+            torch.remainder(-out.counts_LE, self.row_multiple).sum(-1),
+        )
 
-    def _report(self, step: int, lr: float, sums: StepSums, norm: Tensor, totals: Tensor, window: "Window", validating: bool,
-                batches: list[Batch], recorder: Recorder | None) -> None:
+    def _report(
+        self,
+        step: int,
+        lr: float,
+        sums: StepSums,
+        norm: Tensor,
+        totals: Tensor,
+        window: "Window",
+        validating: bool,
+        batches: list[Batch],
+        recorder: Recorder | None,
+    ) -> None:
         """Log a step; the only place where the host waits for the device."""
         wide = torch.cat([x.reshape(-1).to(torch.float64) for x in (sums.loss, sums.balance_L, sums.z_L, sums.padding_L, sums.counts_LE)])
         flat = self.world.sum(wide).cpu()
@@ -186,11 +216,19 @@ class Trainer:
         loads = [load_statistics(counts_E) for counts_E in counts_LE]
         moe_layers, depth = self.model.moe_layers, self.recipe.model.layers
         record = {
-            "step": step, "loss": float(flat[0]), "lr": lr, "grad_norm": norm_value, "tokens": self.progress.tokens,
-            "residues_per_s": residues / seconds, "tokens_per_s": tokens / seconds, "step_s": seconds / window.steps,
+            "step": step,
+            "loss": float(flat[0]),
+            "lr": lr,
+            "grad_norm": norm_value,
+            "tokens": self.progress.tokens,
+            "residues_per_s": residues / seconds,
+            "tokens_per_s": tokens / seconds,
+            "step_s": seconds / window.steps,
             "data_wait_s": window.wait / window.steps,
-            "mfu": self.mfu(window_totals, seconds), "peak_memory_gib": peak_memory_gib(self.world.device),
-            "fill": int(totals[1]) / self.recipe.training.tokens_per_step, "skipped_steps": int(self.optimizer.skipped),
+            "mfu": self.mfu(window_totals, seconds),
+            "peak_memory_gib": peak_memory_gib(self.world.device),
+            "fill": int(totals[1]) / self.recipe.training.tokens_per_step,
+            "skipped_steps": int(self.optimizer.skipped),
             "balance_loss": per_layer(flat[1 : 1 + layers].tolist(), moe_layers, depth),
             "z_loss": per_layer(flat[1 + layers : 1 + 2 * layers].tolist(), moe_layers, depth),
             "padding_rows": per_layer(flat[1 + 2 * layers : 1 + 3 * layers].int().tolist(), moe_layers, depth),

@@ -49,9 +49,15 @@ class AdamW:
         sum_whole: sums gradients over all ranks in place, for the parameters that are whole on every rank.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection, accumulate: bool = False,
-                 masters: dict[str, Tensor] | None = None, reduce: Callable[[Tensor], Tensor] = lambda x: x,
-                 sum_whole: Callable[[list[Tensor]], None] = lambda gradients: None):
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        section: OptimizerSection,
+        accumulate: bool = False,
+        masters: dict[str, Tensor] | None = None,
+        reduce: Callable[[Tensor], Tensor] = lambda x: x,
+        sum_whole: Callable[[list[Tensor]], None] = lambda gradients: None,
+    ):
         self.section, self.reduce, self.sum_whole = section, reduce, sum_whole
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.low: dict[str, Tensor] = {}
@@ -113,9 +119,9 @@ class AdamW:
         taken = (self.step_count - self.skipped).clamp(min=1).to(torch.float64)
         scale = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
         b1, b2 = s.betas
-        scalars = torch.stack([
-            x.to(torch.float64) for x in (scale, torch.full_like(norm, lr), 1.0 - b1**taken, (1.0 - b2**taken).sqrt(), keep)
-        ])
+        scalars = torch.stack(
+            [x.to(torch.float64) for x in (scale, torch.full_like(norm, lr), 1.0 - b1**taken, (1.0 - b2**taken).sqrt(), keep)]
+        )
         for name, p in self.parameters.items():
             decay = s.weight_decay if p.ndim >= 2 else 0.0
             self._update(name, local(p.data), scalars if p.dtype == torch.float64 else scalars.float(), b1, b2, s.eps, decay)

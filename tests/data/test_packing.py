@@ -14,10 +14,13 @@ from bmoe.data.sampler import Position, Sampler
 
 
 def recipe(**data):
-    return recipes.validate({
-        "data": {"max_length": 64, "tokens_per_batch": 256, **data}, "training": {"tokens_per_step": 1024},
-        "model": {"width": 32, "heads": 2, "moe": None},
-    })
+    return recipes.validate(
+        {
+            "data": {"max_length": 64, "tokens_per_batch": 256, **data},
+            "training": {"tokens_per_step": 1024},
+            "model": {"width": 32, "heads": 2, "moe": None},
+        }
+    )
 
 
 @settings(max_examples=40, deadline=None)

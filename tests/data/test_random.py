@@ -10,9 +10,13 @@ from bmoe.data import random
 
 def test_mix_is_the_published_splitmix64():
     # SplitMix64 seeded with 1234567 (reference outputs of Vigna's splitmix64.c): state advances by the golden increment.
-    state = (np.array([1234567], np.uint64) + random.GOLDEN * np.arange(1, 6).astype(np.uint64))
+    state = np.array([1234567], np.uint64) + random.GOLDEN * np.arange(1, 6).astype(np.uint64)
     assert random.mix(state).tolist() == [
-        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
     ]
 
 
