@@ -22,7 +22,7 @@ class Write(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What happens with a batch: where sequences go, and which are duplicates (their numbers)."""
+    """What happens with a batch: where sequences go, and which duplicates the log names (their numbers)."""
 
     writes: list[Write]
     duplicates: np.ndarray

@@ -35,12 +35,18 @@ def word_hashes(text: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Hash of the word that begins at each `start` in text (uint8) and ends before the next byte below `!`. uint64; 0: no word.
 
     Eight bytes at a time, all words at once: identifiers are short, and a call for each would cost more. The mixing is that of
-    MurmurHash3's finaliser (Appleby, public domain). Text ends with a blank or a line end.
+    MurmurHash3's finaliser (Appleby, public domain). `start` is within the text, which ends with a blank or a line end.
     """
-    hash_n, last = np.zeros(start.size, np.uint64), text.size - 1
-    rows, at = np.arange(start.size), start[:, None] + np.arange(8)
+    hash_n, last = np.zeros(start.size, np.uint64), text.size - 8
+    rows, at = np.arange(start.size), start
+    if text.size < 8:
+        text, last = np.append(text, np.zeros(8 - text.size, np.uint8)), 0
+    words = np.ndarray(last + 1, "<u8", text, strides=(1,))  # the eight bytes from every place on
     while rows.size:
-        word = text[np.minimum(at, last)].view("<u8").ravel()
+        word = words[np.minimum(at, last)]
+        if at.size and at.max() > last:
+            beyond = np.minimum(at - last, 7).clip(0).astype(np.uint64)
+            word >>= beyond * np.uint64(8)  # zeros follow the text, and end a word
         below = (word - _BELOW) & ~word & _HIGH  # the lowest bit set is that of the first byte below `!`
         first = below & (~below + np.uint64(1))
         mixed = hash_n[rows] ^ (word & ((first >> np.uint64(7)) - np.uint64(1)))
@@ -110,7 +116,7 @@ class HashSet:
         self._used = [end - begin for begin, end in pairwise(bounds)]
         self._tables = [_table(int(used * GROWTH / (MAX_LOAD * WIDE)) + 64) for used in self._used]
         for table, (begin, end) in zip(self._tables, pairwise(bounds), strict=True):
-            _insert(table, keys[begin:end])
+            _fill(table, keys[begin:end])
 
     def _add(self, part: int, keys: np.ndarray) -> np.ndarray:
         table = self._tables[part]
@@ -142,21 +148,30 @@ def _table(buckets: int) -> np.ndarray:
     return np.frombuffer(pages, np.uint64).reshape(buckets, WIDE)
 
 
+def _of_eight(bucket: np.ndarray) -> np.ndarray:
+    """The eight booleans of each bucket as one number, uint64: reductions over so short an axis are slow."""
+    return bucket.view(np.uint64).ravel()
+
+
 def _rebuilt(table: np.ndarray, buckets: int) -> np.ndarray:
     """A table of that many buckets with the same keys, moved a part at a time."""
     larger = _table(buckets)
     for begin in range(0, table.shape[0], REBUILD):
         keys = table[begin : begin + REBUILD]
-        keys = keys[keys != 0]
-        bucket = _bucket(keys, buckets)
-        order = np.argsort(bucket, kind="stable")
-        keys, bucket = keys[order], bucket[order]
-        place = np.arange(keys.size) - np.searchsorted(bucket, bucket)
-        place += WIDE - np.count_nonzero(larger[bucket] == 0, axis=1)  # the part before may have used the bucket
-        fits = place < WIDE
-        larger[bucket[fits], place[fits]] = keys[fits]
-        _insert(larger, keys[~fits])
+        _fill(larger, keys[keys != 0])
     return larger
+
+
+def _fill(table: np.ndarray, keys: np.ndarray) -> None:
+    """Put keys that are not there into a table: many at a time, where `_insert` takes a round for each key of a bucket."""
+    bucket = _bucket(keys, table.shape[0])
+    order = np.argsort(bucket)
+    keys, bucket = keys[order], bucket[order]
+    place = np.arange(keys.size) - np.searchsorted(bucket, bucket)
+    place += np.bitwise_count(_of_eight(table[bucket] != 0))
+    fits = place < WIDE
+    table[bucket[fits], place[fits]] = keys[fits]
+    _insert(table, keys[~fits])
 
 
 def _insert(table: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -166,10 +181,10 @@ def _insert(table: np.ndarray, keys: np.ndarray) -> np.ndarray:
     while rest.size:
         key, at = keys[rest], _bucket(probe, table.shape[0])
         held = table[at]
-        known = (held == key[:, None]).any(1)
-        free = held == 0
-        place = free.argmax(1)
-        room = free[np.arange(rest.size), place] & ~known
+        known = _of_eight(held == key[:, None]) != 0
+        place = np.bitwise_count(_of_eight(held != 0)).astype(np.int64)  # a bucket fills from its left
+        room = (place < WIDE) & ~known
+        place[~room] = 0
         table[at[room], place[room]] = key[room]  # of several keys for one place the last stays
         mine = room & (table[at, place] == key)
         added[rest[mine]] = True

@@ -34,6 +34,7 @@ class Totals:
     dropped: dict[str, int] = field(default_factory=dict)
     letters: dict[str, int] = field(default_factory=dict)
     noted: dict[str, int] = field(default_factory=dict)
+    duplicates: int = 0  # sequences
     open: dict[str, int] = field(default_factory=dict)  # of the record that a fragment left open: its parts, those kept, dropped
     sequences: list[int] = field(default_factory=lambda: [0] * len(SPLITS))
     residues: list[int] = field(default_factory=lambda: [0] * len(SPLITS))
@@ -72,8 +73,10 @@ class Ledger:
         if self.seen is not None and summary.hash.size:
             new = self.seen.add(summary.hash)
             duplicates = np.flatnonzero(~new)
-            self._append(self._scratch / "kept", summary.hash[new])
-            self._append(self._scratch / "duplicates", summary.hash[duplicates])
+            self._append(f"{SCRATCH}/kept", summary.hash[new])
+            self._append(f"{SCRATCH}/duplicates", summary.hash[duplicates])
+        to_note = duplicates[: max(NOTES - totals.duplicates, 0)]
+        totals.duplicates += duplicates.size
         self._count_duplicates(summary, new)
         kept = np.flatnonzero(new)
         lengths = summary.length[kept]
@@ -85,7 +88,7 @@ class Ledger:
             rows = kept[splits == split] if splits.any() else (kept if split == 0 else kept[:0])
             if rows.size:
                 writes.extend(self._place(split, rows, summary))
-        return Plan(writes, duplicates)
+        return Plan(writes, to_note)
 
     def _count_duplicates(self, summary: Summary, new: np.ndarray) -> None:
         """A record is a duplicate when all its sequences are; duplicate parts of other records are counted apart."""
@@ -141,14 +144,14 @@ class Ledger:
             self._append_offsets(name, "headers.offsets", shard["sequences"], ends)
             shard["headers"] = int(ends[-1])
         if self.clustered:
-            self._append(self._path(name, "clusters"), summary.cluster[rows])
+            self._append(f"{name}.clusters{PARTIAL}", summary.cluster[rows])
         if self.hashes:
-            self._append(self._path(name, "hashes"), summary.hash[rows])
+            self._append(f"{name}.hashes{PARTIAL}", summary.hash[rows])
         if self.masked:
             counts = summary.mask_count[rows]
             ends = np.cumsum(summary.mask_count)
             runs = np.repeat(ends[rows] - counts, counts) + _within(counts)
-            self._append(self._path(name, "softmask"), summary.mask_runs[runs])
+            self._append(f"{name}.softmask{PARTIAL}", summary.mask_runs[runs])
             self._append_offsets(name, "softmask.offsets", shard["sequences"], shard["runs"] + np.cumsum(counts))
             shard["runs"] += int(counts.sum())
         shard["sequences"] += rows.size
@@ -158,7 +161,7 @@ class Ledger:
     def _close(self, split: int) -> None:
         shard = self.totals.shard[split]
         name = f"{SPLITS[split]}-{shard['number']:05d}"
-        for key in [key for key in self._files if Path(key).name.startswith(name + ".")]:
+        for key in [key for key in self._files if key.startswith(name + ".")]:
             self._files.pop(key).close()
         self.totals.shards[split].append({"name": name, "sequences": shard["sequences"], "residues": shard["tokens"]})
         self.totals.shard[split] = {"number": shard["number"] + 1, "sequences": 0, "tokens": 0, "headers": 0, "runs": 0}
@@ -177,7 +180,7 @@ class Ledger:
         rows = np.empty(known.size, IDENTIFIER)
         rows["hash"], rows["source"] = summary.identifier_hash[known], source
         rows["line"] = summary.identifier_line[known] + first_line
-        self._append(self._scratch / "identifiers", rows)
+        self._append(f"{SCRATCH}/identifiers", rows)
 
     def log(self, source: str, first_line: int, notes: list[Note]) -> None:
         """Write notes as `file:line:id<TAB>reason<TAB>detail`; of each reason the first NOTES."""
@@ -187,35 +190,35 @@ class Ledger:
             if number <= NOTES:
                 lines.append(f"{source}:{first_line + note.line}:{note.identifier}\t{note.reason}\t{note.detail}".rstrip() + "\n")
         if lines:
-            self._append(self.out / (LOG + PARTIAL), "".join(lines).encode())
+            self._append(LOG + PARTIAL, "".join(lines).encode())
 
     def text_before(self, source: str, lines: int) -> None:
         """Note text before the first record of an input."""
         self._count(self.totals.letters, "text_lines_before_first_record", lines)
-        self._append(self.out / (LOG + PARTIAL), f"{source}:1:\ttext_before_first_record\t{lines}\n".encode())
+        self._append(LOG + PARTIAL, f"{source}:1:\ttext_before_first_record\t{lines}\n".encode())
 
     def end_log(self) -> None:
         """Say how much was noted; the log has the first NOTES lines of each reason."""
-        lines = [f"# {reason}: {number}\n" for reason, number in sorted(self.totals.noted.items())]
-        self._append(self.out / (LOG + PARTIAL), "".join(lines).encode())
-
-    def _path(self, name: str, kind: str) -> Path:
-        return self.out / f"{name}.{kind}{PARTIAL}"
+        noted = self.totals.noted
+        if self.totals.duplicates:
+            noted["duplicate"] = self.totals.duplicates
+        lines = [f"# {reason}: {number}\n" for reason, number in sorted(noted.items())]
+        self._append(LOG + PARTIAL, "".join(lines).encode())
 
     def _append_offsets(self, name: str, kind: str, sequences: int, ends: np.ndarray) -> None:
-        path = self._path(name, kind)
+        path = f"{name}.{kind}{PARTIAL}"
         if sequences == 0:
             self._append(path, np.zeros(1, np.int64))
         self._append(path, ends)
 
-    def _append(self, path: Path, data) -> None:
-        self._open(path).write(data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
+    def _append(self, path: str, data) -> None:
+        """Add to a file; paths are relative to `out`."""
+        self._open(path).write(data if isinstance(data, bytes) else np.ascontiguousarray(data))
 
-    def _open(self, path: Path):
-        key = str(path)
-        if key not in self._files:
-            self._files[key] = path.open("ab", buffering=1 << 18)
-        return self._files[key]
+    def _open(self, path: str):
+        if path not in self._files:
+            self._files[path] = (self.out / path).open("ab", buffering=1 << 18)
+        return self._files[path]
 
     # journal ------------------------------------------------------------------------------------------------------------
 
@@ -227,7 +230,7 @@ class Ledger:
     def save(self, journal: dict) -> None:
         """Write the journal: everything up to here is in the files. A kill in between leaves the journal before."""
         self.flush()
-        sizes = {os.path.relpath(path, self.out): file.tell() for path, file in self._files.items()}
+        sizes = {path: file.tell() for path, file in self._files.items()}
         for split, name in enumerate(SPLITS):
             shard = self.totals.shard[split]
             if shard["sequences"]:
@@ -269,7 +272,7 @@ class Ledger:
                     self.seen.add(np.frombuffer(block, "<u8"))
         for key in state["sizes"]:
             if not key.endswith((f".tokens{PARTIAL}", f".headers{PARTIAL}")):
-                self._open(self.out / key)
+                self._open(key)
 
     def close(self) -> None:
         """Close the small files."""
