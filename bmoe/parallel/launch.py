@@ -8,6 +8,7 @@ ranks that merely lost a peer are not the reason. Rank 0 keeps the terminal; the
 Signals to the launcher go on to all ranks, which checkpoint and leave with 75 or 130.
 """
 
+import ctypes
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from bmoe.parallel.world import World
 PATIENCE = timedelta(minutes=30)  # of a collective; the watchdog speaks up long before
 PIDS = "BMOE_RANK_PIDS"  # folder where ranks started by `run` leave their process ids
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher for each rank
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOST_PEER = "lost the connection to the other ranks"
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -97,7 +99,7 @@ def world_from_environment(device: str) -> World:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
     if PIDS in os.environ:
         Path(os.environ[PIDS], str(found.rank)).write_text(str(os.getpid()))
-        threading.Thread(target=_outlive_no_launcher, args=(os.getppid(),), name="bmoe-parent", daemon=True).start()
+        _outlive_no_launcher()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, rank=found.rank, world_size=found.size, timeout=PATIENCE,
@@ -108,11 +110,10 @@ def world_from_environment(device: str) -> World:
     return World(here, found.rank, found.size)
 
 
-def _outlive_no_launcher(parent: int) -> None:
-    """Ask this rank to save and leave when the launcher is gone (killed): nobody would stop it otherwise."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGTERM)
+def _outlive_no_launcher() -> None:
+    """Have the kernel ask this rank to save and leave when the launcher is killed: nobody would stop it otherwise."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def on_first(world: World, function: Callable[[], Any]) -> Any:
@@ -144,7 +145,10 @@ def rank_of(world: World) -> Iterator[None]:
         yield
         world.barrier()
     except (RequestError, RunError) as error:
-        leave_reason(str(error), 2 if isinstance(error, RequestError) else 1)
+        refused = isinstance(error, RequestError)
+        leave_reason(str(error), 2 if refused else 1)
+        if refused or world.device.type == "cpu":  # else gloo's threads abort at exit; NCCL's may wait for ranks that still run
+            dist.destroy_process_group()
         raise
     except (dist.DistError, RuntimeError) as error:
         if not _is_lost_peer(error):
