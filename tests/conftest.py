@@ -1,6 +1,9 @@
-"""What holds for all tests on a machine without a GPU: those marked `gpu` are skipped, and Triton kernels are interpreted."""
+"""What holds for all tests: one thread each, since their models are tiny and several processes share the cores. Without a
+GPU those marked `gpu` are skipped, and Triton kernels are interpreted."""
 
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported; child processes inherit it
 
 import pytest
 import torch
