@@ -147,16 +147,15 @@ class Builder:
         rows = None if not reasons.any() else np.flatnonzero(reasons == 0)
         headers = _headers(block)
         self._identifiers(block, summary)
-        start, end, line, parts = cleaned.bounds[:-1], cleaned.bounds[1:], block.line, cleaned.parts
+        start, end, line, summary.hash = cleaned.bounds[:-1], cleaned.bounds[1:], block.line, cleaned.hash
         cluster_of = None
         if self.clusters is not None:
             cluster_of = self.clusters.of(headers, summary.identifier_hash, summary.letters)
         summary.record = np.arange(line.size)
         if rows is not None:
             start, end, line, summary.record = start[rows], end[rows], line[rows], rows
-            headers, parts = [headers[r] for r in rows.tolist()], [parts[r] for r in rows.tolist()]
+            headers, summary.hash = [headers[r] for r in rows.tolist()], summary.hash[rows]
             cluster_of = None if cluster_of is None else cluster_of[rows]
-        summary.hash = hashes(parts)
         summary.cluster = cluster_of
         keys = summary.hash if cluster_of is None else cluster_of.view(np.uint64)
         summary.split = self._split(keys)

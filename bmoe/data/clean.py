@@ -4,11 +4,14 @@ Almost every block is clean already, which one look at its largest code tells; t
 array arithmetic as well.
 """
 
+import io
 from typing import NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from bmoe.data.fasta import BLANK, GAP, INVALID, LOWER, STOP, Block
+from bmoe.data.hashing import as_hashes
 
 TRAILING = bytes([BLANK, GAP, STOP])
 
@@ -16,14 +19,14 @@ TRAILING = bytes([BLANK, GAP, STOP])
 class Clean(NamedTuple):
     """R sequences, one after the other.
 
-    ids: token ids (or base ids), uint8. parts: the same, each sequence alone. bounds: int64 [R+1].
+    ids: token ids (or base ids), uint8. hash: `hashes` of each sequence, uint64 [R]. bounds: int64 [R+1].
     lower: bool like ids, or None if nothing is lower case.
     invalid, stops: letters outside the alphabet and internal `*` per record, int64 [R], or None if there are none.
     counts: {what: number of letters}. records: {what: numbers of the records that have any}, for the log.
     """
 
     ids: np.ndarray
-    parts: list[bytes]
+    hash: np.ndarray
     bounds: np.ndarray
     lower: np.ndarray | None
     invalid: np.ndarray | None
@@ -38,14 +41,12 @@ def clean(block: Block, unknown: int, remove_gaps: bool) -> Clean:
     A trailing `*` is removed; every other `*` and every invalid letter become `unknown` and are counted per record, so that
     the caller can drop or refuse the record. Gaps (`-`, `.`) are removed, or count as invalid letters.
     """
-    codes = block.codes
-    parts = [codes[a:b] for a, b in zip(block.start.tolist(), block.end.tolist(), strict=True)]
-    joined = b"".join(parts)
+    joined, hash_n = join(block.codes, block.start, block.end)
     bounds = np.zeros(block.start.size + 1, np.int64)
     np.cumsum(block.end - block.start, out=bounds[1:])
     ids = np.frombuffer(joined, np.uint8)
     if ids.size == 0 or ids.max() < LOWER:
-        return Clean(ids, parts, bounds, None, None, None, {}, {})
+        return Clean(ids, hash_n, bounds, None, None, None, {}, {})
     ids = ids.copy()
     lower = invalid = stops = None
     counts: dict[str, int] = {}
@@ -61,13 +62,22 @@ def clean(block: Block, unknown: int, remove_gaps: bool) -> Clean:
         counts["lower_case"] = number
         records["lower_case"] = np.unique(np.searchsorted(bounds, np.flatnonzero(lower), side="right") - 1)
         ids &= LOWER - 1
-    return Clean(ids, split(ids, bounds), bounds, lower if number else None, invalid, stops, counts, records)
+    _, hash_n = join(ids.tobytes(), bounds[:-1], bounds[1:])
+    return Clean(ids, hash_n, bounds, lower if number else None, invalid, stops, counts, records)
 
 
-def split(ids: np.ndarray, bounds: np.ndarray) -> list[bytes]:
-    """ids[bounds[i]:bounds[i+1]] for every i."""
-    data, places = ids.tobytes(), bounds.tolist()
-    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
+def join(codes: bytes, start: np.ndarray, end: np.ndarray) -> tuple[bytes, np.ndarray]:
+    """All codes[start:end] one after the other, and the hash of each, uint64.
+
+    The only loop over records of a clean block. It keeps no list of them: memory just given back is still in the cache.
+    """
+    joined, found = io.BytesIO(), []
+    write, add = joined.write, found.append
+    for a, b in zip(start.tolist(), end.tolist(), strict=True):
+        sequence = codes[a:b]
+        write(sequence)
+        add(xxh3_64_intdigest(sequence))
+    return joined.getvalue(), as_hashes(found)
 
 
 def _odd(joined, ids, odd, bounds, unknown, remove_gaps, counts, affected):

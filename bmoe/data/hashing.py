@@ -19,9 +19,12 @@ REBUILD = 4096  # buckets moved at a time when a table grows
 
 def hashes(items: list[bytes]) -> np.ndarray:
     """XXH3 of every item, uint64, never 0."""
-    found = np.fromiter(map(xxh3_64_intdigest, items), np.uint64, len(items))
-    found[found == 0] = 1  # 0 marks an empty slot in HashSet
-    return found
+    return as_hashes([xxh3_64_intdigest(item) for item in items])
+
+
+def as_hashes(found: list[int]) -> np.ndarray:
+    """Hashes as an array, with 1 for 0, which marks an empty slot in HashSet."""
+    return np.maximum(np.array(found, np.uint64), np.uint64(1))
 
 
 def name_hashes(names: list[bytes]) -> np.ndarray:
@@ -145,6 +148,8 @@ def _bucket(keys: np.ndarray, buckets: int) -> np.ndarray:
 def _table(buckets: int) -> np.ndarray:
     """An empty table on pages of its own, which go back to the system with it."""
     pages = mmap.mmap(-1, buckets * WIDE * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # the way to a bucket is random: with small pages each look-up misses the TLB too
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint64).reshape(buckets, WIDE)
 
 
@@ -167,8 +172,10 @@ def _fill(table: np.ndarray, keys: np.ndarray) -> None:
     bucket = _bucket(keys, table.shape[0])
     order = np.argsort(bucket)
     keys, bucket = keys[order], bucket[order]
-    place = np.arange(keys.size) - np.searchsorted(bucket, bucket)
-    place += np.bitwise_count(_of_eight(table[bucket] != 0))
+    begins = np.diff(bucket, prepend=-1) != 0
+    first = np.flatnonzero(begins)
+    used = np.bitwise_count(_of_eight(table[bucket[first]] != 0))
+    place = np.arange(keys.size) - (first - used)[np.cumsum(begins) - 1]
     fits = place < WIDE
     table[bucket[fits], place[fits]] = keys[fits]
     _insert(table, keys[~fits])

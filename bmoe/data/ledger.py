@@ -227,17 +227,23 @@ class Ledger:
         for file in self._files.values():
             file.flush()
 
-    def save(self, journal: dict) -> None:
-        """Write the journal: everything up to here is in the files. A kill in between leaves the journal before."""
-        self.flush()
-        sizes = {path: file.tell() for path, file in self._files.items()}
+    def bulk_sizes(self, item: int) -> dict[str, int]:
+        """Bytes of tokens and headers in the open shards, once all batches so far are written. item: bytes of a token."""
+        sizes = {}
         for split, name in enumerate(SPLITS):
             shard = self.totals.shard[split]
             if shard["sequences"]:
                 stem = f"{name}-{shard['number']:05d}"
-                sizes[f"{stem}.tokens{PARTIAL}"] = shard["tokens"] * journal["item"]
+                sizes[f"{stem}.tokens"] = shard["tokens"] * item
                 if self.options.keep_headers:
-                    sizes[f"{stem}.headers{PARTIAL}"] = shard["headers"]
+                    sizes[f"{stem}.headers"] = shard["headers"]
+        return sizes
+
+    def save(self, journal: dict) -> None:
+        """Write the journal: everything up to here is in the files. A kill in between leaves the journal before."""
+        self.flush()
+        sizes = {path: file.tell() for path, file in self._files.items()}
+        sizes |= {name + PARTIAL: size for name, size in self.bulk_sizes(journal["item"]).items()}
         lengths = np.flatnonzero(self.length_counts)
         state = journal | {
             "totals": self.totals.__dict__,

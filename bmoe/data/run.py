@@ -4,10 +4,11 @@ import fcntl
 import json
 import shutil
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from bmoe.data import bpe, finish, inputs, repeats
+from bmoe.data import bpe, digests, finish, inputs, repeats
 from bmoe.data.alphabet import TOKENIZER_FILE, alphabet, is_bpe
 from bmoe.data.bulk import PARTIAL
 from bmoe.data.clusters import store
@@ -49,7 +50,7 @@ class Run:
         self.source, self.offset, self.line = 0, 0, 1  # where the next batch begins
         self.next = 0  # where the next task of this source begins
         self.source_records = self.source_text = self.text = 0
-        self.places: list[tuple[str, int, list[Note]]] = []  # of batches whose log waits for their duplicates
+        self.places: deque[tuple[str, int, list[Note], dict[str, int]]] = deque()  # of batches that are not known to be written
 
     def run(self, resume: bool) -> dict:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,8 @@ class Run:
         self.letters = alphabet(options.alphabet, self.out)
         masked = options.dna and options.soft_mask and self.letters.tokenizer is None
         self.ledger = Ledger(self.out, options, options.clusters is not None, masked, self.part is not None)
-        digests = finish.Digests(self.plan)
+        self.item = self.letters.dtype().itemsize
+        hashed, self.growing = digests.Inputs(self.plan), digests.Growing(self.out, self.letters.dtype)
         try:
             if state is None:
                 self._save("read")
@@ -128,10 +130,19 @@ class Run:
                 self._read(clusters)
                 self._close()
             manifest = finish.manifest(
-                self.out, self.ledger, self._request(), self.letters, digests.result(), self.plan, self.workers, self._show
+                self.out,
+                self.ledger,
+                self._request(),
+                self.letters,
+                self.growing.stop(),
+                hashed.result(),
+                self.plan,
+                self.workers,
+                self._show,
             )
         finally:
-            digests.stop()
+            hashed.stop()
+            self.growing.stop()
             self.ledger.close()
         shutil.rmtree(self.scratch)
         seconds = time.monotonic() - self.begun
@@ -171,7 +182,7 @@ class Run:
         plan = self.ledger.decide(summary)
         workers.apply(plan)
         self.ledger.identifiers(summary, task.source, self.line)
-        self.places.append((self._name(task.source), self.line, summary.notes))
+        self.places.append((self._name(task.source), self.line, summary.notes, self.ledger.bulk_sizes(self.item)))
         self._log(workers.written())
         self.line += summary.lines
         self.text += max(summary.end - self.offset, 0)
@@ -183,8 +194,9 @@ class Run:
 
     def _log(self, written: list[list[Note]]) -> None:
         for duplicates in written:
-            name, line, notes = self.places.pop(0)
+            name, line, notes, sizes = self.places.popleft()
             self.ledger.log(name, line, notes + duplicates)
+            self.growing.upto(sizes, PARTIAL)
 
     def _end_of(self, task: Task, workers) -> None:
         if task.source == self.source:
@@ -202,8 +214,7 @@ class Run:
 
     def _save(self, phase: str) -> None:
         place = [self.source, self.next, self.offset, self.line, self.source_records, self.source_text, self.text]
-        item = alphabet(self.options.alphabet, self.out).dtype().itemsize
-        self.ledger.save({"phase": phase, "request": self._request(), "place": place, "item": item, "digests": self.plan.digests})
+        self.ledger.save({"phase": phase, "request": self._request(), "place": place, "item": self.item, "digests": self.plan.digests})
 
     def _show(self, phase: str) -> None:
         total = 0 if any(s.kind == "stdin" for s in self.sources) else self.plan.total

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from bmoe.data.alphabet import alphabet
-from bmoe.data.finish import digest
+from bmoe.data.digests import digest
 from bmoe.data.shards import check_size, read_manifest
 from bmoe.errors import RequestError
 

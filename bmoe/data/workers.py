@@ -73,7 +73,8 @@ class Serial:
         self._batch: Batch | None = None
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future | None = None
-        self._notes: deque[list[Note]] = deque()
+        self._notes: list[Note] = []  # of the batch that is being written
+        self._written: list[list[Note]] = []
 
     def _pieces(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, Piece | None]]:
         for task in tasks:
@@ -99,18 +100,20 @@ class Serial:
         """Write the batch of the last summary."""
         self._wait()
         self._writing = self._writer.submit(self._bulk.write, self._batch, plan)
-        self._notes.append(duplicate_notes(self._batch, plan.duplicates))
+        self._notes = duplicate_notes(self._batch, plan.duplicates)
 
     def _wait(self) -> None:
         if self._writing is not None:
             self._writing.result()
+            self._written.append(self._notes)
+            self._writing = None
 
     def written(self, wait: bool = False) -> list[list[Note]]:
-        """Notes about the duplicates of every batch handed over since the last call, in order; `wait`: until all are written."""
+        """Notes about the duplicates of every batch written since the last call, in order; `wait`: until all are."""
         if wait:
             self._wait()
-        notes, self._notes = list(self._notes), deque()
-        return notes
+        written, self._written = self._written, []
+        return written
 
     def close(self) -> None:
         """Release files."""
