@@ -242,31 +242,39 @@ def run(arguments: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as problem:  # the one place that turns anything into a sentence and a code
         if debug:
             raise
-        return explain(problem)
+        return explain(problem, quiet=started_by_launcher())
 
 
-def explain(problem: BaseException) -> int:
-    """Say a known failure in one sentence and return its exit code."""
+def started_by_launcher() -> bool:
+    """Whether this process is a rank of `bmoe train`: then the launcher says what went wrong, once."""
+    from bmoe.parallel.launch import is_launched
+
+    return is_launched()
+
+
+def explain(problem: BaseException, quiet: bool = False) -> int:
+    """Say a known failure in one sentence (unless `quiet`) and return its exit code."""
+    say = (lambda _: None) if quiet else console.error
     if isinstance(problem, KeyboardInterrupt | typer.Abort):
-        console.error("interrupted before the step was whole; --resume goes on from the last checkpoint")
+        say("interrupted before the step was whole; --resume goes on from the last checkpoint")
         return 130
     if isinstance(problem, UsageError):
         if not problem.format_message():
             return 2  # no command at all: the help was shown
         command = problem.ctx.command_path if problem.ctx else "bmoe"
-        console.error(f"{problem.format_message().rstrip('.')}; see {command} --help")
+        say(f"{problem.format_message().rstrip('.')}; see {command} --help")
         return 2
     if isinstance(problem, RecipeError):
         for fault in problem.faults:
-            console.error(fault)
+            say(fault)
         return 2
     if isinstance(problem, OSError):
         full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         advice = "free some space and use --resume" if full else "check the path and its permissions"
-        console.error(f"{problem.filename or 'a file'}: {problem.strerror or problem}; {advice}")
+        say(f"{problem.filename or 'a file'}: {problem.strerror or problem}; {advice}")
         return 1 if full else 2
     if isinstance(problem, RequestError | RunError):
-        console.error(str(problem))
+        say(str(problem))
         return 2 if isinstance(problem, RequestError) else 1
-    console.error(f"this should not happen: {type(problem).__name__}: {problem}; run it again with --debug and report the traceback")
+    say(f"this should not happen: {type(problem).__name__}: {problem}; run it again with --debug and report the traceback")
     return 1

@@ -1,7 +1,6 @@
 """How `bmoe train` starts: in this process, as one rank of a launcher's, or by starting the ranks itself."""
 
 import signal
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from bmoe import console
 from bmoe.errors import RequestError
 from bmoe.jobs import train
-from bmoe.jobs.common import choose_device, write_json
+from bmoe.jobs.common import choose_device, ensure_data, write_json
 from bmoe.parallel import launch
 from bmoe.recipe import Recipe
 from bmoe.training.stopping import Limits
@@ -41,20 +40,27 @@ def start(recipe: Recipe, request: Request, limits: Limits) -> int:
     if device.type == "cuda":
         ranks = request.gpus or torch.cuda.device_count()
     if here is None and ranks > 1:
-        where = f"{ranks} GPUs ({torch.cuda.get_device_name(0)})" if device.type == "cuda" else f"the CPU as {ranks} processes"
-        console.note(f"running on {where}")
-        code, reason = launch.run(request.arguments, ranks, Path(request.out or Path("runs") / recipe.name).with_suffix(".logs"))
-        if reason:
-            console.error(reason)
-        return code
+        return start_ranks(recipe, request, device, ranks)
     if here is None or here.rank == 0:
         console.note(line)
     world = launch.world_from_environment(device.type)
     with launch.rank_of(world):
         outcome, folder, metrics = train.train(recipe, world, out=request.out, resume=request.resume, limits=limits)
-    if world.rank == 0:
-        write_json(request.json, "train", recipe, {"run": str(folder), **metrics})
-        console.show(train.training_summary(outcome, folder, metrics))
+        if world.rank == 0:
+            write_json(request.json, "train", recipe, {"run": str(folder), **metrics})
+            console.show(train.training_summary(outcome, folder, metrics))
     if outcome.signal:
         return 130 if outcome.signal == signal.SIGINT else 75
     return 0
+
+
+def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: int) -> int:
+    """Prepare the data if needed, start the ranks on this machine, wait. Returns the exit code."""
+    folder = train.run_folder(recipe, request.out, request.resume)
+    ensure_data(recipe)
+    where = f"{ranks} GPUs ({torch.cuda.get_device_name(0)})" if device.type == "cuda" else f"the CPU as {ranks} processes"
+    console.note(f"running on {where}")
+    code, reason = launch.run(request.arguments, ranks, folder.with_name(folder.name + ".logs"))
+    if reason:
+        console.error(reason)
+    return code

@@ -123,7 +123,8 @@ def begin(resolved: Recipe, reasons: dict[str, str], out: str | None, resume: bo
 
 def build(resolved: Recipe, letters: Alphabet, world: World) -> tuple[Transformer, AdamW]:
     """Model and optimizer of a resolved recipe on `world`: filled, emulated, spread over the ranks, compiled, as it says."""
-    model = setup.build_model(resolved, letters, world.device)
+    several = world.size > 1 and not resolved.model.init_from  # then `distribute` fills it block by block, in its final place
+    model = setup.build_model(resolved, letters, torch.device("meta") if several else world.device)
     if resolved.model.init_from:
         weights = initial_weights(resolved.model.init_from, resolved.model, letters.size, resolved.seed)
         model.load_state_dict(weights)
