@@ -25,8 +25,7 @@ def dry_run(recipe: Recipe, world: int, chip: str | None) -> tuple[dict, Group]:
     parameters = counts.parameters(recipe.model, letters.size)
     estimate = profiling.estimate(recipe, world, chip)
     mean = recipe.data.max_length  # tokens of a full-length sequence, the dearest case for attention
-    pairs = mean if recipe.model.kind == "encoder" else (mean + 1) / 2
-    flops = counts.training_flops(recipe.model, letters.size, 1.0, float(pairs))
+    flops = counts.training_flops(recipe.model, letters.size, 1.0, float(mean))
     prepared = (folder / MANIFEST).is_file()
     results = {
         "parameters": parameters.total,

@@ -162,8 +162,7 @@ def utilisation(recipe: Recipe, vocabulary: int, device: torch.device, size: int
         if peak is None:
             return None
         targets, tokens, _, squares = totals
-        pairs = squares if recipe.model.kind == "encoder" else (squares + tokens) / 2
-        return counts.training_flops(recipe.model, vocabulary, tokens, pairs, targets) / seconds / (peak * size)
+        return counts.training_flops(recipe.model, vocabulary, tokens, squares, targets) / seconds / (peak * size)
 
     return mfu
 

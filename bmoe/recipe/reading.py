@@ -52,6 +52,10 @@ def _parse(text: str, where: str, lines: dict[str, str], faults: list[str], path
     try:
         node = yaml.compose(text, Loader=_Loader)
         return None if node is None else _plain(node, path, where, lines, faults)
+    except RecursionError:
+        raise RecipeError([f"{where}: an alias in this YAML contains itself; write the value out"]) from None
+    except ValueError as error:
+        raise RecipeError([f"{where}: a value cannot be read ({error}); put text between quotes"]) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
@@ -85,12 +89,15 @@ def _sentence(error: Any, key: str) -> str:
         "bool_parsing": "true or false",
         "string_type": "text",
         "tuple_type": "a list of two numbers",
+        "missing": "a list of two numbers",
+        "too_long": "a list of two numbers",
         "model_type": "a section (a mapping of keys)",
     }
     if kind in words:
         return f"{key} should be {words[kind]}{shown}"
     if kind == "literal_error":
-        return f"{key} should be one of {context['expected']}{shown}"
+        number = " or a whole number" if int in getattr(known_keys()[key].annotation, "__args__", ()) or "int" in str(known_keys()[key].annotation) else ""
+        return f"{key} should be one of {context['expected']}{number}{shown}"
     if kind == "value_error":
         return f"{key} {context['error']}{shown}"
     return f"{key} {error['msg'].removeprefix('Input ').removeprefix('String ')}{shown}"
@@ -123,15 +130,15 @@ def validate(values: dict, lines: dict[str, str] | None = None, where: str = "re
             recipe = Recipe.model_validate(values)
             break
         except ValidationError as error:
+            known = len(bad)
             for item in error.errors():
                 key = _known_path(item["loc"])
-                if key in bad:
-                    continue
-                bad.add(key)
-                faults.append(f"{place(key)}: {_sentence(item, key)}")
-                if not key:
-                    raise RecipeError(faults) from None
-                _remove(values, key)
+                _remove(values, item["loc"])
+                if key not in bad:
+                    bad.add(key)
+                    faults.append(f"{place(key)}: {_sentence(item, key)}")
+            if len(bad) == known:
+                raise RecipeError(faults) from None
     for key, sentence in broken_rules(recipe):
         if not any(name == key or name in sentence for name in bad):
             faults.append(f"{place(key)}: {key}: {sentence}")
@@ -140,12 +147,16 @@ def validate(values: dict, lines: dict[str, str] | None = None, where: str = "re
     return recipe
 
 
-def _remove(values: dict, key: str) -> None:
+def _remove(values: dict, location: tuple) -> None:
     """Drop a faulty key so that the rest can still be checked (its default stands in)."""
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        values = values.get(parent) or {}
-    values.pop(leaf, None)
+    for depth, part in enumerate(location):
+        deeper = location[depth + 1] if depth + 1 < len(location) else None
+        if not isinstance(values, dict) or part not in values:
+            return
+        if deeper is None or not isinstance(values[part], dict) or deeper not in values[part]:
+            values.pop(part)
+            return
+        values = values[part]
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

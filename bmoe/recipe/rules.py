@@ -77,6 +77,8 @@ def _dna_rules(d: DataSection) -> Iterator[tuple[str, str]]:
         if d.soft_mask != "ignore":
             yield "data.soft_mask", "lower case marks repeats in DNA only; use ignore"
         return
+    if d.sampling == "cluster":
+        yield "data.sampling", "clusters are for proteins; DNA is read by windows, all of them once an epoch: use sequence"
     if d.window_overlap >= d.window:
         yield "data.window_overlap", f"{d.window_overlap} leaves no progress in a window of {d.window}"
     if d.window > d.max_length - 2:

@@ -13,9 +13,10 @@ def _whole(value: Any) -> Any:
 
 Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1, strict=True)]
 Natural = Annotated[int, BeforeValidator(_whole), Field(ge=0, strict=True)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+Fraction = Annotated[float, Field(strict=True, ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
+NonNegative = Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -30,7 +31,7 @@ class PrepareSection(Section):
     valid_fraction: Fraction = Field(0.005, description="share of sequences (or clusters) held out for validation")
     test_fraction: Fraction = Field(0.0, description="share of sequences (or clusters) held out for a final test")
     clusters: str | None = Field(None, description="TSV of member and representative, or `uniref` to read them off UniRef headers")
-    dedup: bool = Field(True, description="keep the first of exactly equal sequences")
+    dedup: Flag = Field(True, description="keep the first of exactly equal sequences")
     min_length: Natural = Field(2, description="shortest sequence kept, in residues")
     max_length: Positive | None = Field(None, description="longest sequence kept, in residues; null keeps all")
     on_invalid: Literal["unknown", "drop", "error"] = Field(
@@ -39,7 +40,7 @@ class PrepareSection(Section):
     internal_stop: Literal["unknown", "drop", "error"] = Field("unknown", description="the same for a `*` inside a sequence")
     gaps: Literal["remove", "invalid"] = Field("remove", description="`-` and `.` are taken out, or count as invalid letters")
     n_runs: Literal["split", "keep"] = Field("split", description="DNA: cut records at long runs of N, or leave them")
-    keep_headers: bool = Field(True, description="store the header lines, for `bmoe eval --by`")
+    keep_headers: Flag = Field(True, description="store the header lines, for `bmoe eval --by`")
 
 
 class DataSection(Section):
@@ -55,7 +56,7 @@ class DataSection(Section):
     )
     window: Positive = Field(1024, description="DNA: records longer than this count as consecutive windows of this many tokens")
     window_overlap: Natural = Field(0, description="DNA: tokens that consecutive windows share")
-    reverse_complement: bool = Field(False, description="DNA: read every other window, by chance, from the other strand")
+    reverse_complement: Flag = Field(False, description="DNA: read every other window, by chance, from the other strand")
     soft_mask: Literal["ignore", "no_loss"] = Field(
         "ignore", description="DNA in lower case: treated as any other (`ignore`), or never a target of the loss (`no_loss`)"
     )
@@ -78,13 +79,13 @@ class MoESection(Section):
     shared_experts: Natural = Field(0, description="experts that every token visits besides, as one expert of that multiple of the width")
     dense_layers: Natural = Field(0, description="how many of the first layers keep a dense feed-forward")
     score: Literal["softmax", "sigmoid"] = Field("softmax", description="how router logits become scores")
-    normalize_weights: bool = Field(True, description="divide the weights of the chosen experts by their sum")
+    normalize_weights: Flag = Field(True, description="divide the weights of the chosen experts by their sum")
     groups: Positive | None = Field(None, description="group-limited routing: number of equal groups of experts")
     groups_kept: Positive | None = Field(None, description="group-limited routing: groups a token may choose from")
     balance_loss: NonNegative = Field(0.01, description="coefficient of the load balance loss, per layer")
     z_loss: NonNegative = Field(0.001, description="coefficient of the router z-loss, per layer")
     bias_update: NonNegative = Field(0.0, description="rate of the aux-loss-free balance bias, once per optimizer step; 0 is off")
-    jitter: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="multiplicative noise on router inputs in training")
+    jitter: Annotated[float, Field(strict=True, ge=0.0, lt=1.0)] = Field(0.0, description="multiplicative noise on router inputs in training")
 
 
 class ModelSection(Section):
@@ -98,11 +99,11 @@ class ModelSection(Section):
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before attention, feed-forward and head")
     ffn: Literal["swiglu", "gelu"] = Field("swiglu", description="feed-forward of dense layers and experts")
     ffn_width: Positive | None = Field(None, description="width of a dense feed-forward; null: 4 D (gelu), 8/3 D in 64s (swiglu)")
-    bias: bool = Field(False, description="biases in linear layers")
-    qk_norm: bool = Field(False, description="normalise queries and keys per head")
-    rope_base: Annotated[float, Field(gt=0.0)] = Field(10000.0, description="base of the rotary position embedding")
-    token_dropout: bool = Field(True, description="encoders: ESM-2's rescaling of embeddings by the share of `<mask>` tokens")
-    tie_head: bool = Field(True, description="the output projection shares the embedding's weights")
+    bias: Flag = Field(False, description="biases in linear layers")
+    qk_norm: Flag = Field(False, description="normalise queries and keys per head")
+    rope_base: Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)] = Field(10000.0, description="base of the rotary position embedding")
+    token_dropout: Flag = Field(True, description="encoders: ESM-2's rescaling of embeddings by the share of `<mask>` tokens")
+    tie_head: Flag = Field(True, description="the output projection shares the embedding's weights")
     init_from: str | None = Field(None, description="folder to start from: one that `bmoe export` wrote, or dense ESM-2 weights to upcycle")
     moe: MoESection | None = Field(default_factory=MoESection, description="null is the dense model")
 
@@ -111,7 +112,7 @@ class ObjectiveSection(Section):
     """What is predicted."""
 
     kind: Literal["mlm", "clm"] = Field("mlm", description="masked tokens (encoder) or the next token (decoder)")
-    mask_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.15, description="mlm: share of residues that become targets")
+    mask_fraction: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = Field(0.15, description="mlm: share of residues that become targets")
     mask_token: Fraction = Field(0.8, description="mlm: share of targets shown as `<mask>`")
     random_token: Fraction = Field(0.1, description="mlm: share of targets shown as a random residue; the rest is shown as it is")
 
@@ -128,7 +129,7 @@ class PrecisionSection(Section):
 
     kind: Literal["fp32", "bf16", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8"] = Field("bf16", description="format of GEMM inputs")
     high_precision_layers: HighPrecisionSection = Field(default_factory=HighPrecisionSection)
-    emulate: bool = Field(False, description="round GEMM inputs to `kind` in software, on any machine: for convergence, not speed")
+    emulate: Flag = Field(False, description="round GEMM inputs to `kind` in software, on any machine: for convergence, not speed")
     statistics_every: Positive | None = Field(None, description="steps between quantisation statistics in the metrics; null is off")
 
 
@@ -153,11 +154,11 @@ class OptimizerSection(Section):
     """AdamW with decoupled weight decay on matrices only."""
 
     kind: Literal["adamw"] = Field("adamw", description="the optimizer")
-    lr: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = Field(4.0e-4, description="peak learning rate")
+    lr: Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)] = Field(4.0e-4, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="moment decay rates")
-    eps: Annotated[float, Field(gt=0.0)] = Field(1.0e-8, description="added to the root of the second moment")
+    eps: Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)] = Field(1.0e-8, description="added to the root of the second moment")
     weight_decay: NonNegative = Field(0.01, description="decoupled weight decay of matrices")
-    clip_norm: Annotated[float, Field(gt=0.0)] | None = Field(1.0, description="largest global gradient norm; null does not clip")
+    clip_norm: Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)] | None = Field(1.0, description="largest global gradient norm; null does not clip")
     state_dtype: Literal["fp32", "bf16"] = Field("fp32", description="format of the two moments")
 
 
@@ -184,14 +185,14 @@ class CheckpointSection(Section):
 
     every: Positive = Field(1000, description="steps between checkpoints; the last step always is one")
     keep: Positive = Field(3, description="newest checkpoints kept")
-    async_: bool = Field(True, alias="async", description="write in the background while training goes on")
+    async_: Flag = Field(True, alias="async", description="write in the background while training goes on")
 
 
 class LoggingSection(Section):
     """Where the numbers go; RUN/metrics.jsonl always has them."""
 
     every: Positive = Field(10, description="steps between lines; the first and the last step always are")
-    tensorboard: bool = Field(False, description="also write TensorBoard events (extra `track`)")
+    tensorboard: Flag = Field(False, description="also write TensorBoard events (extra `track`)")
     wandb: str | None = Field(None, description="Weights & Biases project (extra `track`)")
 
 

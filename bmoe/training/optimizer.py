@@ -26,6 +26,11 @@ def learning_rate(step: int, peak: float, schedule: ScheduleSection, steps: int)
     return peak * (schedule.final_fraction + (1.0 - schedule.final_fraction) * shape)
 
 
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix (or a stack of one per expert), and not a norm weight or a bias (or a stack of those)."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that lives on this rank (DTensor), or the tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -123,7 +128,7 @@ class AdamW:
             [x.to(torch.float64) for x in (scale, torch.full_like(norm, lr), 1.0 - b1**taken, (1.0 - b2**taken).sqrt(), keep)]
         )
         for name, p in self.parameters.items():
-            decay = s.weight_decay if p.ndim >= 2 else 0.0
+            decay = s.weight_decay if is_matrix(name, p) else 0.0
             self._update(name, local(p.data), scalars if p.dtype == torch.float64 else scalars.float(), b1, b2, s.eps, decay)
         self.clear()
         return norm

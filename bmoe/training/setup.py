@@ -14,7 +14,7 @@ from bmoe.model.transformer import Transformer, Vocabulary, initial_value
 from bmoe.parallel import shard
 from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
-from bmoe.training.optimizer import AdamW
+from bmoe.training.optimizer import AdamW, is_matrix
 
 
 def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
@@ -79,8 +79,8 @@ def vocabulary(letters: Alphabet) -> Vocabulary:
 
 
 def stays_wide(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter stays fp32 in a bf16 model: vectors and the router."""
-    return parameter.ndim < 2 or ".router." in name
+    """Whether a parameter stays fp32 in a bf16 model: norm weights, biases and the router."""
+    return not is_matrix(name, parameter) or ".router." in name
 
 
 def build_model(recipe: Recipe, letters: Alphabet, device: torch.device) -> Transformer:
