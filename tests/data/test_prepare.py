@@ -598,3 +598,14 @@ def test_the_set_of_hashes_is_a_set_in_sixteen_bytes_each():
         batch = draw.integers(1, 2**63, 25_000).astype(np.uint64)
         assert found.add(batch).sum() == 25_000 and not found.add(batch[:100]).any()
     assert found.nbytes <= 16 * len(found)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_log_names_the_first_duplicates_and_counts_all(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr("bmoe.data.ledger.NOTES", 3)
+    name = tmp_path / "in.fasta"
+    name.write_text("".join(f">r{k}\n{'MK' * (2 + k % 4)}\n" for k in range(12)))
+    result = prepare([str(name)], tmp_path / "out", PrepareOptions(), workers=workers)
+    lines = (tmp_path / "out" / "prepare.log").read_text().splitlines()
+    assert [line.split("\t")[0].rpartition(":")[2] for line in lines if line.endswith("\tduplicate")] == ["r4", "r5", "r6"]
+    assert "# duplicate: 8" in lines and result["records_dropped"] == {"duplicate": 8}
