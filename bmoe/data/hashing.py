@@ -174,26 +174,27 @@ def _fill(table: np.ndarray, keys: np.ndarray) -> None:
     keys, bucket = keys[order], bucket[order]
     begins = np.diff(bucket, prepend=-1) != 0
     first = np.flatnonzero(begins)
-    used = np.bitwise_count(_of_eight(table[bucket[first]] != 0))
+    used = np.bitwise_count(_of_eight(table.take(bucket[first], axis=0) != 0))
     place = np.arange(keys.size) - (first - used)[np.cumsum(begins) - 1]
     fits = place < WIDE
-    table[bucket[fits], place[fits]] = keys[fits]
+    table.ravel()[(bucket * WIDE + place)[fits]] = keys[fits]
     _insert(table, keys[~fits])
 
 
 def _insert(table: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Put different keys into the first bucket with room on their way, all at once. Returns which were not there before."""
     added = np.zeros(keys.size, bool)
-    rest, probe = np.arange(keys.size), keys
+    rest, probe, flat = np.arange(keys.size), keys, table.ravel()
     while rest.size:
         key, at = keys[rest], _bucket(probe, table.shape[0])
-        held = table[at]
+        held = table.take(at, axis=0)  # `take` overlaps the misses of the cache, which indexing does not
         known = _of_eight(held == key[:, None]) != 0
         place = np.bitwise_count(_of_eight(held != 0)).astype(np.int64)  # a bucket fills from its left
         room = (place < WIDE) & ~known
         place[~room] = 0
-        table[at[room], place[room]] = key[room]  # of several keys for one place the last stays
-        mine = room & (table[at, place] == key)
+        slot = at * WIDE + place
+        flat[slot[room]] = key[room]  # of several keys for one place the last stays
+        mine = room & (flat.take(slot) == key)
         added[rest[mine]] = True
         more = ~(known | mine)
         full = ~room[more]
