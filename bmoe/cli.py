@@ -109,7 +109,7 @@ def train(
     max_time: Annotated[str | None, typer.Option("--max-time", metavar="3h50m", help="Save and exit after this time.")] = None,
     procs: Annotated[int | None, typer.Option("--procs", min=1, help="With --device cpu: processes.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and its size, without running it.")] = False,
-    world: Annotated[int, typer.Option("--world", min=1, help="With --dry-run: ranks.")] = 1,
+    world: Annotated[int | None, typer.Option("--world", min=1, help="With --dry-run: ranks.")] = None,
     chip: Annotated[str | None, typer.Option("--chip", metavar="h100|h200|b200|gb200", help="With --dry-run: this chip only.")] = None,
     json: JSON = None,
 ) -> None:
@@ -117,13 +117,16 @@ def train(
     from bmoe.jobs import common, start
     from bmoe.jobs import dry_run as dry
 
+    limits = start.Limits(stop_at=stop_at, max_seconds=seconds(max_time) if max_time else None)
+    common.check_target("--json", json)
     loaded, _ = common.load_recipe(recipe, set_ or [])
+    if not dry_run and (world is not None or chip):
+        raise RequestError("--world and --chip are for --dry-run; a run takes its ranks from --gpus, --procs or the launcher")
     if dry_run:
-        results, view = dry.dry_run(loaded, world, chip)
+        results, view = dry.dry_run(loaded, world or gpus or procs or 1, chip, common.choose_device(device, None)[0])
         console.show(view)
         common.write_json(json, "train", loaded, results)
         return
-    limits = start.Limits(stop_at=stop_at, max_seconds=seconds(max_time) if max_time else None)
     code = start.start(loaded, start.Request(context.obj, gpus, device, procs, out, resume, json), limits)
     if code:
         raise typer.Exit(code)
@@ -146,6 +149,8 @@ def profile(
     from bmoe.jobs import common
     from bmoe.jobs import profile as job
 
+    common.check_target("--json", json)
+    common.check_target("--trace", trace)
     if compare:
         results = job.compare(*compare)
         console.show(job.comparison(results))
@@ -206,6 +211,8 @@ def evaluate(
     from bmoe.reports.evaluation import write_evaluation_report
     from bmoe.reports.terminal_evaluation import evaluation_tables
 
+    common.check_target("--json", json)
+    common.check_target("--report", report)
     chosen, line = common.choose_device(device, None)
     console.note(line)
     wanted = job.Wanted(by, pseudo, mutations, wildtype, column, scores, structures, probe, routing, embed, out, generate, prompt)
@@ -256,8 +263,11 @@ def explain(problem: BaseException, quiet: bool = False) -> int:
     """Say a known failure in one sentence (unless `quiet`) and return its exit code."""
     say = (lambda _: None) if quiet else console.error
     if isinstance(problem, KeyboardInterrupt | typer.Abort):
-        say("interrupted before the step was whole; --resume goes on from the last checkpoint")
+        say("interrupted; train and prepare go on from what they have saved with --resume")
         return 130
+    if type(problem).__name__ == "OutOfMemoryError":  # torch's; importing torch to name it would slow every error down
+        say("the GPU is out of memory; lower data.tokens_per_batch, or set backend.recompute=experts (see --dry-run)")
+        return 1
     if isinstance(problem, UsageError):
         if not problem.format_message():
             return 2  # no command at all: the help was shown

@@ -140,6 +140,32 @@ def test_resume_rules(here, capsys):
     assert records("runs/tiny")[-1]["step"] == 3
 
 
+def test_stop_at_a_step_that_is_done_trains_no_further(here, capsys):
+    train = ("train", "tiny.yaml", "--device", "cpu", "--set", "training.validate_every=20")
+    assert bmoe(capsys, *train, "--stop-at", "4")[0] == 0
+    assert bmoe(capsys, *train, "--resume", "--stop-at", "2")[0] == 0
+    assert records("runs/tiny")[-1]["step"] == 4
+
+
+def test_prepared_data_that_the_recipe_does_not_describe_is_refused(here, capsys):
+    train = ("train", "tiny.yaml", "--device", "cpu", "--set", "training.steps=1")
+    assert bmoe(capsys, *train)[0] == 0
+    assert "data.prepare.valid_fraction" in refused(capsys, *train, "--out", "b", "--set", "data.prepare.valid_fraction=0.3")
+    Path("other.fasta").write_text(">a\nMKV\n")
+    assert "data.fasta" in refused(capsys, *train, "--out", "b", "--set", f"data.fasta={Path('other.fasta').absolute()}")
+
+
+def test_an_emulated_run_is_evaluated_as_it_was_validated(here, capsys):
+    sets = ("precision.kind=mxfp8", "precision.emulate=true", "model.moe.expert_width=32", "training.steps=2", "training.validate_every=2",
+            "precision.statistics_every=2")  # fmt: skip
+    assert bmoe(capsys, "train", "tiny.yaml", "--device", "cpu", *(x for s in sets for x in ("--set", s)))[0] == 0
+    last = records("runs/tiny")[-1]
+    assert last["quantisation"]["input_1"]["error"][0] > 0
+    assert bmoe(capsys, "eval", "runs/tiny", "--device", "cpu", "--json", "e.json")[0] == 0
+    found = json.loads(Path("e.json").read_text())["results"]
+    assert found["perplexity_mask"] == pytest.approx(last["valid_perplexity_mask"], rel=1e-6)
+
+
 def test_a_killed_line_of_metrics_is_cut_off(here, capsys):
     train = ("train", "tiny.yaml", "--device", "cpu", "--set", "training.validate_every=20")
     assert bmoe(capsys, *train, "--stop-at", "10")[0] == 0
@@ -164,6 +190,8 @@ def test_eval_of_damaged_and_foreign_checkpoints(here, capsys):
     (data,) = checkpoint.glob("*.distcp")
     data.write_bytes(data.read_bytes()[:1000])
     assert "damaged" in refused(capsys, "eval", str(checkpoint), "--device", "cpu")
+    (checkpoint / ".metadata").write_bytes(b"garbage")
+    assert "cannot be read" in refused(capsys, "eval", str(checkpoint), "--device", "cpu")
     (checkpoint / ".metadata").unlink()
     assert "cannot be read" in refused(capsys, "eval", str(checkpoint), "--device", "cpu")
 
@@ -184,6 +212,11 @@ REFUSALS = [
     (["train", "tiny.yaml", "--device", "cpu", "--set", "parallel.data_shard=2"], "1 ranks"),
     (["train", "tiny.yaml", "--device", "cpu", "--out", "/proc/nowhere"], "/proc/nowhere"),
     (["train", "tiny.yaml", "--procs", "2"], "--device cpu"),
+    (["train", "tiny.yaml", "--device", "gpu"], "use cpu or cuda"),
+    (["train", "tiny.yaml", "--world", "4"], "--dry-run"),
+    (["train", "tiny.yaml", "--json", "/nonexistent/x.json"], "no folder /nonexistent"),
+    (["eval", "runs/tiny", "--report", "/nonexistent/x.html"], "no folder /nonexistent"),
+    (["profile", "tiny.yaml", "--precision", "fp9"], "use one of fp32"),
     (["train", "tiny.yaml", "--gpus", "1", "--device", "cpu"], "exclude each other"),
     (["train", "tiny.yaml", "--dry-run", "--world", "3"], "not a multiple"),
     (["train"], "Missing argument"),

@@ -108,6 +108,7 @@ RULES = [
     ("data: {alphabet: dna, window: 10, window_overlap: 10}", "data.window_overlap"),
     ("data: {alphabet: 'dna-bpe:512', window: 10, reverse_complement: true}", "data.reverse_complement"),
     ("data: {alphabet: rna}", "data.alphabet"),
+    ("data: {alphabet: dna, window: 10, sampling: cluster}", "data.sampling"),
     ("precision: {emulate: true}", "precision.emulate"),
     ("precision: {statistics_every: 10}", "precision.statistics_every"),
     ("precision: {kind: mxfp8}\nbackend: {experts: loop}", "backend.experts"),
@@ -175,3 +176,15 @@ def test_dump_and_load_are_inverse(tmp_path_factory, recipe):
 def test_differences_name_keys():
     other = recipes.validate({"model": {"layers": 3}, "seed": 1})
     assert recipes.differences(Recipe(), other) == ["model.layers", "seed"]
+
+
+@pytest.mark.parametrize("text", ["training.steps: 5", "training: {'moe.x': 3}", "? [a]\n: 3", "a: &a [*a]", "name: 2020-13-45", "model: {moe: {1: 2}}"])
+def test_strange_keys_and_values_end_in_a_sentence(tmp_path, text):
+    assert faults(tmp_path, text + "\n")
+
+
+@pytest.mark.parametrize("text", ["optimizer: {lr: true}", "optimizer: {lr: '4e-4'}", "model: {bias: 1}", "model: {rope_base: .inf}",
+                                  "optimizer: {betas: [0.9]}", "parallel: {data_shard: foo}"])  # fmt: skip
+def test_types_are_not_guessed(tmp_path, text):
+    (fault,) = faults(tmp_path, text + "\n")
+    assert " should be " in fault

@@ -1,6 +1,7 @@
 """What several commands share: the recipe argument, the device, the data, the --json file."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -9,9 +10,10 @@ from bmoe import __version__, console
 from bmoe import recipe as recipes
 from bmoe.data.options import PrepareOptions
 from bmoe.data.prepare import prepare
-from bmoe.data.shards import MANIFEST, Shards
+from bmoe.data.shards import MANIFEST, Shards, read_manifest
 from bmoe.errors import RequestError
 from bmoe.recipe import Recipe
+from bmoe.training.metrics import finite
 
 
 def load_recipe(path: str, overrides: list[str]) -> tuple[Recipe, Path]:
@@ -25,6 +27,8 @@ def load_recipe(path: str, overrides: list[str]) -> tuple[Recipe, Path]:
 def choose_device(device: str | None, gpus: int | None) -> tuple[torch.device, str]:
     """The device and a line that says which and why. Raises RequestError for GPUs that are not here."""
     visible = torch.cuda.device_count()
+    if device not in (None, "cpu", "cuda"):
+        raise RequestError(f"--device {device}: use cpu or cuda")
     if device == "cpu":
         return torch.device("cpu"), f"running on the CPU ({torch.get_num_threads()} threads)"
     if gpus is not None and gpus > visible:
@@ -42,7 +46,18 @@ def write_json(file: str | None, command: str, recipe: Recipe | None, results: d
     if file is None:
         return
     body = {"command": command, "version": __version__, "recipe": recipes.to_dict(recipe) if recipe else None, "results": results}
-    Path(file).write_text(json.dumps(body, indent=1) + "\n")
+    Path(file).write_text(json.dumps(finite(body), indent=1, allow_nan=False, default=str) + "\n")
+
+
+def check_target(flag: str, file: str | None) -> None:
+    """Refuse, before any work, a file that could not be written after it. Raises RequestError."""
+    if file is None:
+        return
+    folder = Path(file).absolute().parent
+    if not folder.is_dir():
+        raise RequestError(f"{flag} {file}: there is no folder {folder}; make it first")
+    if Path(file).is_dir() or not os.access(Path(file) if Path(file).exists() else folder, os.W_OK):
+        raise RequestError(f"{flag} {file}: cannot be written; choose another file")
 
 
 def shard_folder(recipe: Recipe) -> Path:
@@ -53,16 +68,30 @@ def shard_folder(recipe: Recipe) -> Path:
 def ensure_data(recipe: Recipe) -> Path:
     """The folder of shards of a recipe; prepares `data.fasta` into it if it has none. Raises RequestError."""
     folder = shard_folder(recipe)
+    options = PrepareOptions(alphabet=recipe.data.alphabet, **recipe.data.prepare.model_dump())
     if (folder / MANIFEST).is_file():
+        if recipe.data.fasta:
+            check_prepared(recipe, folder, options)
         return folder
     if recipe.data.fasta is None:
         raise RequestError(
             f"data.path: {folder} has no prepared sequences; run `bmoe prepare FILE.fasta --out {folder}`, or set data.fasta"
         )
     console.note(f"preparing {recipe.data.fasta} into {folder}")
-    options = PrepareOptions(alphabet=recipe.data.alphabet, **recipe.data.prepare.model_dump())
     prepare([recipe.data.fasta], folder, options)
     return folder
+
+
+def check_prepared(recipe: Recipe, folder: Path, options: PrepareOptions) -> None:
+    """Refuse shards that were prepared from another file than `data.fasta` or with other options than `data.prepare`."""
+    manifest = read_manifest(folder)
+    there = manifest["options"]
+    keys = [f"data.prepare.{key}" for key, value in options.as_dict().items() if key in there and there[key] != value and key != "alphabet"]
+    names = [Path(source["name"]).name for source in manifest.get("inputs", [])]
+    if names and names != [Path(recipe.data.fasta).name]:
+        keys.insert(0, f"data.fasta (it was {', '.join(names[:3])})")
+    if keys:
+        raise RequestError(f"data.path: {folder} was prepared with other {', '.join(keys)}; use another data.path, or remove that folder")
 
 
 def open_split(recipe: Recipe, folder: Path, split: str) -> Shards:

@@ -1,6 +1,8 @@
 """`bmoe train --dry-run`: what would run, how large it is and where it fits, from the recipe alone; needs no hardware."""
 
+import torch
 from rich.console import Group
+from rich.text import Text
 
 from bmoe import console, profiling
 from bmoe.data.alphabet import alphabet
@@ -8,18 +10,28 @@ from bmoe.data.shards import MANIFEST
 from bmoe.errors import RequestError
 from bmoe.jobs.common import shard_folder
 from bmoe.model import counts
+from bmoe.parallel.world import World
 from bmoe.profiling import render
-from bmoe.recipe import Recipe
+from bmoe.recipe import Recipe, dump, to_dict
+from bmoe.training import setup
 
 
-def dry_run(recipe: Recipe, world: int, chip: str | None) -> tuple[dict, Group]:
-    """Results for --json and what to show. Raises RequestError if the recipe does not divide over `world` ranks."""
+def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) -> tuple[dict, Group]:
+    """Results for --json and what to show; `auto` is resolved as for `world` ranks of `device`.
+
+    Raises RequestError if the recipe does not divide over the ranks.
+    """
     slots = recipe.data.tokens_per_batch * world
     if recipe.training.tokens_per_step % slots:
         raise RequestError(
             f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x --world = "
             f"{recipe.data.tokens_per_batch} x {world}"
         )
+    try:
+        recipe, reasons = setup.resolve(recipe, World(device, size=world))
+        resolved_for = f"resolved for {world} x {device.type}"
+    except RequestError as error:  # a precision or layout that this machine lacks is no obstacle to a dry run
+        reasons, resolved_for = {}, f"not resolved on this machine: {error}"
     folder = shard_folder(recipe)
     letters = alphabet(recipe.data.alphabet, folder)
     parameters = counts.parameters(recipe.model, letters.size)
@@ -32,6 +44,8 @@ def dry_run(recipe: Recipe, world: int, chip: str | None) -> tuple[dict, Group]:
         "active_parameters": parameters.active,
         "tokens_per_step": recipe.training.tokens_per_step,
         "batches_per_rank": recipe.training.tokens_per_step // slots,
+        "resolved": to_dict(recipe),
+        "reasons": reasons,
         "flops_per_token": flops,
         "data_prepared": prepared,
         **estimate,
@@ -50,7 +64,8 @@ def dry_run(recipe: Recipe, world: int, chip: str | None) -> tuple[dict, Group]:
         ("precision", f"{recipe.precision.kind}{' (emulated)' if recipe.precision.emulate else ''}"),
         ("backend", f"experts {recipe.backend.experts}, attention {recipe.backend.attention}, compile {recipe.backend.compile}"),
     ]
-    return results, Group(console.settings_table("dry run", rows), render.estimate(estimate))
+    whole = Group(Text(f"recipe, {resolved_for}", style="bold"), Text(dump(recipe, reasons)))
+    return results, Group(console.settings_table("dry run", rows), render.estimate(estimate), whole)
 
 
 def _not_prepared(recipe: Recipe) -> str:

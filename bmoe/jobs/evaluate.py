@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from bmoe import console
 from bmoe import recipe as recipes
 from bmoe.data.alphabet import Alphabet, alphabet
 from bmoe.errors import RequestError
@@ -25,6 +26,7 @@ from bmoe.evaluation.perplexity import Perplexity
 from bmoe.jobs.common import open_split, shard_folder
 from bmoe.model.transformer import Transformer
 from bmoe.parallel.world import World
+from bmoe.precision.emulate import emulate
 from bmoe.recipe import Recipe
 from bmoe.training import checkpoint, setup, state
 
@@ -39,6 +41,10 @@ def load_model(path: str, device: torch.device, data: str | None = None) -> tupl
     backend = recipe.backend.model_copy(update={"experts": "auto", "attention": "auto", "compile": False, "recompute": "none"})
     parallel = recipe.parallel.model_copy(update={"data_replicate": 1, "data_shard": 1, "expert": 1})
     changes: dict = {"backend": backend, "parallel": parallel}
+    low = recipe.precision.kind not in ("fp32", "bf16") and not recipe.precision.emulate
+    if low and device.type == "cpu":
+        console.note(f"{recipe.precision.kind} does not run on the CPU: evaluating in bf16")
+        changes["precision"] = recipe.precision.model_copy(update={"kind": "bf16"})
     if data:
         changes["data"] = recipe.data.model_copy(update={"path": data})
     recipe, _ = setup.resolve(recipe.model_copy(update=changes), World(device))
@@ -88,11 +94,15 @@ class Wanted(NamedTuple):
 def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, device: torch.device) -> tuple[list[dict], Recipe]:
     """The results of each run, and the recipe of the last. Runs on the same targets are compared with the first, in pairs."""
     wanted.check()
+    if len(paths) > 1 and (wanted.embed or wanted.scores):
+        raise RequestError("--embed and --scores write one model's file: give one RUN with them")
     results, first = [], None
     for path in paths:
         model, recipe, letters = load_model(path, device, data)
         if recipe.precision.kind != "fp32":
             setup.to_compute_dtype(model)
+        if recipe.precision.emulate:
+            emulate(model, recipe.precision)
         found: dict = {"run": path}
         if wanted.needs_split:
             held_out = held_out_results(found, model, recipe, wanted, split, device)

@@ -1,15 +1,18 @@
 """`bmoe profile`: what a recipe costs on this machine, in the precision asked for."""
 
+from typing import get_args
+
 import torch
 
 from bmoe import profiling
 from bmoe.data.alphabet import alphabet
+from bmoe.errors import RequestError
 from bmoe.jobs import train
 from bmoe.jobs.common import shard_folder
 from bmoe.parallel.world import World
 from bmoe.profiling.compare import load
 from bmoe.profiling.render import comparison, report
-from bmoe.recipe import Recipe
+from bmoe.recipe import PrecisionSection, Recipe
 from bmoe.training import setup
 
 __all__ = ["FLAGSHIP", "compare", "comparison", "profile", "report"]
@@ -29,7 +32,10 @@ def build(recipe: Recipe, device: torch.device) -> profiling.Subject:
 def profile(
     recipe: Recipe, *, device: torch.device, precision: str | None, experts: str | None, baseline: str | None, steps: int, trace: str | None
 ) -> dict:
-    """The results of a profile."""
+    """The results of a profile. Raises RequestError for a precision that does not exist."""
+    kinds = get_args(PrecisionSection.model_fields["kind"].annotation)
+    if precision is not None and precision not in kinds:
+        raise RequestError(f"--precision {precision}: use one of {', '.join(kinds)}")
     return profiling.profile(
         recipe, build, device=device, precision=precision, experts=experts, baseline=baseline, steps=steps, trace=trace
     )

@@ -80,8 +80,8 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     resolved = recipes.load(folder / "recipe.yaml")
     shards, valid = open_split(resolved, data, "train"), open_split(resolved, data, "valid")
 
-    model, optimizer = build(resolved, shards.alphabet, world)
     newest = checkpoint.resume_point(folder, world) if resume else None
+    model, optimizer = build(resolved, shards.alphabet, world, fresh=newest is None)
     progress = state.load_state(newest, model, optimizer) if newest else state.Progress()
     if world.rank == 0:
         MetricsLog(folder / "metrics.jsonl").cut_back(progress.step)
@@ -92,7 +92,7 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
         return latest[0].metrics()
 
     view = console.TrainingView(resolved.name, resolved.training.steps, progress.step, shown=world.rank == 0)
-    with view, Trackers(resolved, folder, view, world.rank == 0) as observer, signals_to(limits):
+    with view, Trackers(resolved, folder, view, world.rank == 0, progress.step) as observer, signals_to(limits):
         if newest:
             observer.note(f"resuming {folder} after step {progress.step:,}" + other_facts(newest, world))
         mfu = utilisation(resolved, shards.alphabet.size, world.device, world.size)
@@ -101,7 +101,8 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     if world.rank == 0:
         if latest:
             write_evaluation(folder, latest[0], model.moe_layers)
-        write_training_report(folder)
+        if trainer.log.read():
+            write_training_report(folder)
     records = trainer.log.read()
     return outcome, folder, records[-1] if records else {}
 
@@ -112,7 +113,7 @@ def begin(resolved: Recipe, reasons: dict[str, str], out: str | None, resume: bo
     data = ensure_data(resolved)
     for split in ("train", "valid"):
         open_split(resolved, data, split)
-    resolved = resolved.model_copy(update={"data": resolved.data.model_copy(update={"path": str(data.resolve())})})
+    resolved = with_absolute_paths(resolved)
     check_same(folder, resolved)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "recipe.partial"
@@ -121,12 +122,28 @@ def begin(resolved: Recipe, reasons: dict[str, str], out: str | None, resume: bo
     return folder, data
 
 
-def build(resolved: Recipe, letters: Alphabet, world: World) -> tuple[Transformer, AdamW]:
-    """Model and optimizer of a resolved recipe on `world`: filled, emulated, spread over the ranks, compiled, as it says."""
-    several = world.size > 1 and not resolved.model.init_from  # then `distribute` fills it block by block, in its final place
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The recipe with every path absolute, so that recipe.yaml alone repeats the run from anywhere."""
+
+    def absolute(path: str | None) -> str | None:
+        return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+    prepare = recipe.data.prepare.model_copy(update={"clusters": absolute(recipe.data.prepare.clusters)})
+    data = recipe.data.model_copy(update={"path": absolute(recipe.data.path), "prepare": prepare})
+    model = recipe.model.model_copy(update={"init_from": absolute(recipe.model.init_from)})
+    return recipe.model_copy(update={"data": data, "model": model})
+
+
+def build(resolved: Recipe, letters: Alphabet, world: World, fresh: bool = True) -> tuple[Transformer, AdamW]:
+    """Model and optimizer of a resolved recipe on `world`: filled, emulated, spread over the ranks, compiled, as it says.
+
+    A model that is not `fresh` gets its weights from a checkpoint afterwards, and `model.init_from` is not read.
+    """
+    imported = fresh and resolved.model.init_from
+    several = world.size > 1 and not imported  # then `distribute` fills it block by block, in its final place
     model = setup.build_model(resolved, letters, torch.device("meta") if several else world.device)
-    if resolved.model.init_from:
-        weights = initial_weights(resolved.model.init_from, resolved.model, letters.size, resolved.seed)
+    if imported:
+        weights = initial_weights(imported, resolved.model, letters.size, resolved.seed)
         model.load_state_dict(weights)
     if resolved.precision.emulate:
         emulate(model, resolved.precision)

@@ -126,8 +126,10 @@ def scaled(load: Load, tokens: int) -> Load:
 
 
 def largest_batch(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) -> int:
-    """Largest `data.tokens_per_batch` (a power of two times 1,024, dividing the step) that fits one GPU; 0 if none does."""
-    best, tokens = 0, 1024
+    """Largest `data.tokens_per_batch` (the recipe's own or it doubled or halved, dividing the step) that fits one GPU; 0 if none does."""
+    best, tokens = 0, recipe.data.tokens_per_batch
+    while tokens % 2 == 0 and tokens > max(1024, recipe.data.max_length):
+        tokens //= 2
     while tokens * world <= recipe.training.tokens_per_step:
         if recipe.training.tokens_per_step % (tokens * world) == 0:
             data = recipe.data.model_copy(update={"tokens_per_batch": tokens})

@@ -79,6 +79,8 @@ def _sentence(error: Any, key: str) -> str:
     """One plain sentence for a pydantic error."""
     kind, context, given = error["type"], error.get("ctx", {}), error["input"]
     shown = f", not {given!r}" if not isinstance(given, dict | list) else ""
+    if kind == "extra_forbidden" and key in known_keys():
+        return f"{key} is written with a dot; nest it instead: {key.replace('.', ': {', 1)}: …}}"
     if kind == "extra_forbidden":
         return f"{key} is not a key of the recipe{_nearest(key)}"
     words = {
@@ -96,7 +98,7 @@ def _sentence(error: Any, key: str) -> str:
     if kind in words:
         return f"{key} should be {words[kind]}{shown}"
     if kind == "literal_error":
-        number = " or a whole number" if int in getattr(known_keys()[key].annotation, "__args__", ()) or "int" in str(known_keys()[key].annotation) else ""
+        number = " or a whole number" if "int" in str(known_keys()[key].annotation) else ""
         return f"{key} should be one of {context['expected']}{number}{shown}"
     if kind == "value_error":
         return f"{key} {context['error']}{shown}"

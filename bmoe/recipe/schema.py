@@ -14,6 +14,7 @@ def _whole(value: Any) -> Any:
 Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1, strict=True)]
 Natural = Annotated[int, BeforeValidator(_whole), Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+PositiveFloat = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False)]
@@ -85,7 +86,7 @@ class MoESection(Section):
     balance_loss: NonNegative = Field(0.01, description="coefficient of the load balance loss, per layer")
     z_loss: NonNegative = Field(0.001, description="coefficient of the router z-loss, per layer")
     bias_update: NonNegative = Field(0.0, description="rate of the aux-loss-free balance bias, once per optimizer step; 0 is off")
-    jitter: Annotated[float, Field(strict=True, ge=0.0, lt=1.0)] = Field(0.0, description="multiplicative noise on router inputs in training")
+    jitter: Annotated[float, Field(strict=True, ge=0.0, lt=1.0)] = Field(0.0, description="noise on router inputs in training")
 
 
 class ModelSection(Section):
@@ -101,7 +102,7 @@ class ModelSection(Section):
     ffn_width: Positive | None = Field(None, description="width of a dense feed-forward; null: 4 D (gelu), 8/3 D in 64s (swiglu)")
     bias: Flag = Field(False, description="biases in linear layers")
     qk_norm: Flag = Field(False, description="normalise queries and keys per head")
-    rope_base: Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)] = Field(10000.0, description="base of the rotary position embedding")
+    rope_base: PositiveFloat = Field(10000.0, description="base of the rotary position embedding")
     token_dropout: Flag = Field(True, description="encoders: ESM-2's rescaling of embeddings by the share of `<mask>` tokens")
     tie_head: Flag = Field(True, description="the output projection shares the embedding's weights")
     init_from: str | None = Field(None, description="folder to start from: one that `bmoe export` wrote, or dense ESM-2 weights to upcycle")
@@ -112,7 +113,7 @@ class ObjectiveSection(Section):
     """What is predicted."""
 
     kind: Literal["mlm", "clm"] = Field("mlm", description="masked tokens (encoder) or the next token (decoder)")
-    mask_fraction: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = Field(0.15, description="mlm: share of residues that become targets")
+    mask_fraction: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = Field(0.15, description="mlm: share of residues asked for")
     mask_token: Fraction = Field(0.8, description="mlm: share of targets shown as `<mask>`")
     random_token: Fraction = Field(0.1, description="mlm: share of targets shown as a random residue; the rest is shown as it is")
 
@@ -154,11 +155,11 @@ class OptimizerSection(Section):
     """AdamW with decoupled weight decay on matrices only."""
 
     kind: Literal["adamw"] = Field("adamw", description="the optimizer")
-    lr: Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)] = Field(4.0e-4, description="peak learning rate")
+    lr: PositiveFloat = Field(4.0e-4, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="moment decay rates")
-    eps: Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)] = Field(1.0e-8, description="added to the root of the second moment")
+    eps: PositiveFloat = Field(1.0e-8, description="added to the root of the second moment")
     weight_decay: NonNegative = Field(0.01, description="decoupled weight decay of matrices")
-    clip_norm: Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)] | None = Field(1.0, description="largest global gradient norm; null does not clip")
+    clip_norm: PositiveFloat | None = Field(1.0, description="largest global gradient norm; null does not clip")
     state_dtype: Literal["fp32", "bf16"] = Field("fp32", description="format of the two moments")
 
 

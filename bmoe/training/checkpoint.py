@@ -16,6 +16,7 @@ implementation and layout, so any layout loads what any other has saved.
 import json
 import math
 import os
+import pickle
 import shutil
 import threading
 import warnings
@@ -92,7 +93,7 @@ def load(checkpoint: Path, state: dict[str, Tensor]) -> None:
     reader = FileSystemReader(checkpoint)
     try:
         known = reader.read_metadata().state_dict_metadata
-    except (OSError, EOFError, ValueError, RuntimeError) as error:
+    except (OSError, EOFError, ValueError, RuntimeError, LookupError, AttributeError, ImportError, pickle.UnpicklingError) as error:
         raise RequestError(f"{checkpoint} cannot be read ({type(error).__name__}); use another checkpoint of the run") from None
     for name, tensor in state.items():
         if name not in known:
@@ -140,6 +141,16 @@ class Checkpoints:
         else:
             self._guarded(step, staged, meta)
             self.wait()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let the write in progress become whole, also when training ends by an error (which is then the one to tell)."""
+        if kind is None:
+            self.wait()
+        elif self.thread is not None:
+            self.thread.join()
 
     def wait(self) -> None:
         """Wait for the write in progress. Raises RunError if it failed."""

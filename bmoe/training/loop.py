@@ -101,8 +101,8 @@ class Trainer:
         )
         self.model.train()
         window = Window()
-        with loader, Watchdog(self.world, self.run_folder) as watchdog:
-            while self.progress.step < steps:
+        with self.checkpoints, loader, Watchdog(self.world, self.run_folder) as watchdog:
+            while self.progress.step < min(steps, limits.stop_at or steps):
                 step = self.progress.step + 1
                 watchdog.beat(step)
                 window.start()
@@ -112,18 +112,19 @@ class Trainer:
                 with self._recording(step) as recorder:
                     sums, norm, totals = self._step(batches, lr, step, stopping)
                 self.progress = Progress(step, position, self.progress.tokens)
-                last = step == steps or step == limits.stop_at or stopping.decided()
+                last = step in (steps, limits.stop_at) or stopping.decided()
                 validating = step % self.recipe.training.validate_every == 0 or step == steps
                 saving = last or step % self.recipe.checkpoint.every == 0
                 window.add(totals)
                 if step == 1 or saving or validating or recorder or step % self.recipe.logging.every == 0:
                     self._report(step, lr, sums, norm, totals, window, validating, batches, recorder)
                     window = Window()
+                elif step % self.recipe.training.max_skipped_steps == 0:
+                    self._stop_if_broken(step, int(self.optimizer.skipped_in_a_row), batches)
                 if saving:
                     self._save()
                 if last:
                     break
-        self.checkpoints.wait()
         return Outcome(self.progress.step, limits.signal, self.progress.step >= steps)
 
     def _step(self, batches: list[Batch], lr: float, step: int, stopping: Stopping) -> tuple[StepSums, Tensor, Tensor]:
@@ -234,13 +235,7 @@ class Trainer:
             "padding_rows": per_layer(flat[1 + 2 * layers : 1 + 3 * layers].int().tolist(), moe_layers, depth),
             **{key: per_layer([load[key] for load in loads], moe_layers, depth) for key in LOAD_KEYS},
         }
-        if in_a_row >= self.recipe.training.max_skipped_steps:
-            good = newest_whole(self.run_folder / "checkpoints")
-            file = save_batches(self.run_folder, step, batches, self.world.rank)
-            raise RunError(
-                f"step {step}: the gradient was not finite {in_a_row} steps in a row, so training stops; lower optimizer.lr or look "
-                f"at the data ({file} lists the last sequences), then --resume from {good or 'the start'}"
-            )
+        self._stop_if_broken(step, in_a_row, batches)
         if recorder:
             record["quantisation"] = recorder.metrics()
         self.valid_loss = None
@@ -253,6 +248,17 @@ class Trainer:
             jump = self.spikes.note(step, record["loss"])
             if jump is not None:
                 self.observer.note(jump)
+
+    def _stop_if_broken(self, step: int, skipped_in_a_row: int, batches: list[Batch]) -> None:
+        """Raises RunError after too many non-finite steps in a row."""
+        if skipped_in_a_row < self.recipe.training.max_skipped_steps:
+            return
+        good = newest_whole(self.run_folder / "checkpoints")
+        file = save_batches(self.run_folder, step, batches, self.world.rank)
+        raise RunError(
+            f"step {step}: the gradient was not finite {skipped_in_a_row} steps in a row, so training stops; lower optimizer.lr or "
+            f"look at the data ({file} lists the last sequences), then --resume from {good or 'the start'}"
+        )
 
     def _save(self) -> None:
         if self.saved_step == self.progress.step:

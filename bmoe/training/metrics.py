@@ -4,8 +4,10 @@ Names are the contract of docs/architecture.md. Arrays have one entry a layer, n
 """
 
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +22,7 @@ class MetricsLog:
 
     def append(self, record: dict) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(finite(record), allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -38,6 +40,15 @@ class MetricsLog:
         if not self.path.exists():
             return []
         return [json.loads(line) for line in self.path.read_text().splitlines() if _whole(line)]
+
+
+def finite(value: Any) -> Any:
+    """The same with null for every number that JSON does not have (NaN, infinities)."""
+    if isinstance(value, dict):
+        return {key: finite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _whole(line: str) -> bool:

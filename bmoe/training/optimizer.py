@@ -119,7 +119,7 @@ class AdamW:
         norm = self.global_norm()
         keep = norm.isfinite()
         self.skipped += ~keep
-        self.skipped_in_a_row = torch.where(keep, 0, self.skipped_in_a_row + 1)
+        self.skipped_in_a_row.copy_(torch.where(keep, 0, self.skipped_in_a_row + 1))
         self.step_count += 1
         taken = (self.step_count - self.skipped).clamp(min=1).to(torch.float64)
         scale = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0)

@@ -53,6 +53,7 @@ def each_tensor(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tenso
         for name, value in moments.items():
             yield f"optimizer.{kind}.{name}", canonical(model, name, value)
     yield "optimizer.skipped", optimizer.skipped
+    yield "optimizer.skipped_in_a_row", optimizer.skipped_in_a_row
 
 
 def all_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:

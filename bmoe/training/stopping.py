@@ -6,7 +6,7 @@ is read after the step was launched. So all ranks stop after the same step: at t
 
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,25 +16,26 @@ from bmoe.parallel.world import World
 
 @dataclass
 class Limits:
-    """When to stop before `training.steps`: after a step, after seconds, or when `signal` is set (by a handler)."""
+    """When to stop before `training.steps`: after a step, after seconds since `began`, or when `signal` is set (by a handler)."""
 
     stop_at: int | None = None
     max_seconds: float | None = None
     signal: int = 0
+    began: float = field(default_factory=time.monotonic)
 
 
 class Stopping:
-    """The wishes of all ranks. Time counts from the constructor."""
+    """The wishes of all ranks. Time counts from when the limits were made, at the start of the command."""
 
     def __init__(self, limits: Limits, world: World):
-        self.limits, self.world, self.began = limits, world, time.monotonic()
+        self.limits, self.world = limits, world
         self.votes: Tensor | None = None
         self.copied = torch.cuda.Event() if world.device.type == "cuda" else None
 
     def wishes(self) -> list[int]:
         """This rank's: time is up, Ctrl-C, another signal; each 0 or 1."""
         limits = self.limits
-        late = limits.max_seconds is not None and time.monotonic() - self.began >= limits.max_seconds
+        late = limits.max_seconds is not None and time.monotonic() - limits.began >= limits.max_seconds
         return [int(late), int(limits.signal == signal.SIGINT), int(limits.signal not in (0, signal.SIGINT))]
 
     def count(self, votes: Tensor) -> None:

@@ -1,6 +1,7 @@
 """TensorBoard and Weights & Biases beside metrics.jsonl, for those who keep their runs there (extra `track`)."""
 
 import importlib
+import uuid
 from pathlib import Path
 from types import ModuleType
 
@@ -11,16 +12,28 @@ from bmoe.recipe import Recipe, to_dict
 class Trackers:
     """An observer that hands records on to `view`, and on the first rank to the trackers that the recipe names.
 
-    Use as a context manager. Raises RequestError if the recipe names a tracker that is not installed.
+    done: steps behind the checkpoint that the run goes on from. Use as a context manager. Raises RequestError if the recipe
+    names a tracker that is not installed.
     """
 
-    def __init__(self, recipe: Recipe, run: Path, view, first_rank: bool):
+    def __init__(self, recipe: Recipe, run: Path, view, first_rank: bool, done: int):
         self.view, self.board, self.wandb = view, None, None
         if first_rank and recipe.logging.tensorboard:
-            self.board = _module("torch.utils.tensorboard", "logging.tensorboard").SummaryWriter(str(run / "tensorboard"))
+            board = _module("torch.utils.tensorboard", "logging.tensorboard")
+            self.board = board.SummaryWriter(str(run / "tensorboard"), purge_step=done + 1)
         if first_rank and recipe.logging.wandb:
             wandb = _module("wandb", "logging.wandb")
-            self.wandb = wandb.init(project=recipe.logging.wandb, name=recipe.name, dir=str(run), config=to_dict(recipe), resume="allow")
+            identity = run / "wandb.id"
+            if not identity.is_file():
+                identity.write_text(uuid.uuid4().hex)
+            self.wandb = wandb.init(
+                project=recipe.logging.wandb,
+                name=recipe.name,
+                id=identity.read_text(),
+                dir=str(run),
+                config=to_dict(recipe),
+                resume="allow",
+            )
 
     def __enter__(self) -> "Trackers":
         return self
