@@ -31,11 +31,18 @@ SET = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VAL
 DEVICE = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda", help="Where to run; default: the GPU if there is one.")]
 
 
-@app.callback()
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False) -> None:
-    if version:
+def print_version(wanted: bool) -> None:
+    if wanted:
         console.show(__version__)
         raise typer.Exit
+
+
+VERSION = typer.Option("--version", help="Print the version.", is_eager=True, callback=print_version)
+
+
+@app.callback()
+def root(version: Annotated[bool, VERSION] = False) -> None:
+    """The options of bmoe itself; every command has its own."""
 
 
 @app.command()
@@ -66,9 +73,13 @@ def prepare(
     json: JSON = None,
 ) -> None:
     """Turn FASTA (and other formats) into token shards."""
+    from bmoe.jobs import common
     from bmoe.jobs import prepare as job
 
     names = inputs or []
+    common.check_target("--json", json)
+    if verify is not None and names:
+        raise RequestError("--verify DIR checks one prepared folder and takes no INPUT")
     if verify is not None:
         results = job.verify(verify)
     elif merge:

@@ -225,8 +225,14 @@ REFUSALS = [
     (["prepare", "missing.fasta"], "missing.fasta"),
     (["prepare", "a.fasta", "b.fasta"], "--out DIR is needed"),
     (["prepare", "-"], "--out DIR is needed"),
-    (["prepare", "tiny.yaml", "--part", "x"], "i/n"),
+    (["prepare", "tiny.yaml", "--part", "x", "--out", "o"], "i/n"),
     (["prepare", "--merge", "a"], "--out DIR"),
+    (["prepare", "tiny.yaml", "--part", "1/3"], "--part i/n needs --out"),
+    (["prepare", "tiny.yaml", "--json", "/nonexistent/x.json"], "no folder /nonexistent"),
+    (["prepare", "tiny.yaml", "--verify", "."], "takes no INPUT"),
+    (["prepare", str(PROTEINS), "--out", "/proc/nowhere"], "/proc/nowhere"),
+    (["train", "."], "is a folder, not a recipe"),
+    (["train", "tiny.yaml", "--dry-run", "--set", "model.init_from=nowhere"], "model.init_from"),
     (["prepare", "--verify", "."], "manifest.json is missing"),
     (["export", "nowhere", "--to", "x"], "does not exist"),
 ]
@@ -324,7 +330,7 @@ SHRUNK = [
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in recipes.shipped_directory().glob("*.yaml")))
 def test_every_shipped_recipe_trains_two_steps_when_shrunk(here, capsys, name):
-    shrink = [*SHRUNK]
+    shrink = [*SHRUNK, "data.fasta=null"]
     recipe = recipes.load(recipes.shipped_directory() / f"{name}.yaml")
     if recipe.model.moe:
         shrink += ["model.moe.expert_width=16"]

@@ -131,6 +131,15 @@ def test_overrides_win_and_name_themselves(tmp_path):
     assert faults(tmp_path, "name: x\n", "model.layers") == ["--set model.layers: an override is section.key=value"]
 
 
+def test_an_override_that_breaks_a_rule_of_another_key_is_named(tmp_path):
+    (fault,) = faults(tmp_path, "model: {width: 1280}\n", "model.heads=3")
+    assert fault.startswith("--set model.heads=3: model.width")
+
+
+def test_an_empty_recipe_starts_nothing(tmp_path):
+    assert "is empty" in faults(tmp_path, "\n")[0]
+
+
 def test_not_yaml_names_the_line(tmp_path):
     (fault,) = faults(tmp_path, "name: x\nmodel: {layers: 2\n")
     assert "r.yaml:" in fault and "not YAML" in fault

@@ -72,7 +72,7 @@ def _disk(error: OSError, out: Path) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return RunError(f"the disk of {out} is full: free some space and go on with --resume")
     place = error.filename or out
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
         return RequestError(f"{place} cannot be written: {error.strerror}")
     return RunError(f"{place}: {error.strerror or error}")
 

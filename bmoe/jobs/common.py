@@ -91,7 +91,9 @@ def check_prepared(recipe: Recipe, folder: Path, options: PrepareOptions) -> Non
     if names and names != [Path(recipe.data.fasta).name]:
         keys.insert(0, f"data.fasta (it was {', '.join(names[:3])})")
     if keys:
-        raise RequestError(f"data.path: {folder} was prepared with other {', '.join(keys)}; use another data.path, or remove that folder")
+        raise RequestError(
+            f"data.path: {folder} was prepared with other {', '.join(keys)}; use another data.path, or data.fasta=null to take it as it is"
+        )
 
 
 def open_split(recipe: Recipe, folder: Path, split: str) -> Shards:

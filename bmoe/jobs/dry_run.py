@@ -1,5 +1,7 @@
 """`bmoe train --dry-run`: what would run, how large it is and where it fits, from the recipe alone; needs no hardware."""
 
+from pathlib import Path
+
 import torch
 from rich.console import Group
 from rich.text import Text
@@ -21,6 +23,8 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
 
     Raises RequestError if the recipe does not divide over the ranks.
     """
+    if recipe.model.init_from and not Path(recipe.model.init_from).exists():
+        raise RequestError(f"model.init_from: {recipe.model.init_from} does not exist")
     slots = recipe.data.tokens_per_batch * world
     if recipe.training.tokens_per_step % slots:
         raise RequestError(

@@ -33,6 +33,8 @@ def prepare(
     """Prepare inputs with a progress bar. Raises RequestError, RunError."""
     if not names:
         raise RequestError("bmoe prepare needs an input: a FASTA file, a folder, or - for standard input")
+    if part is not None and not out:
+        raise RequestError("--part i/n needs --out DIR: each part is prepared into a folder of its own")
     with console.PreparationView() as view:
         results = rooms.prepare(
             names, default_out(names, out), options, workers=workers, resume=resume, part=_part(part), dry_run=dry_run, progress=view.update
@@ -75,3 +77,16 @@ def show(results: dict) -> None:
         console.show(console.settings_table("checked" if "files" in results else "merged", rows))
         return
     console.show(summary(results))
+    doubt = wrong_alphabet(results)
+    if doubt:
+        console.note(doubt)
+
+
+def wrong_alphabet(results: dict) -> str | None:
+    """A sentence if the letters look as if --alphabet were the wrong one."""
+    shares = results.get("composition", {})
+    if results.get("alphabet") == "protein" and sum(shares.get(letter, 0.0) for letter in "ACGTN") > 0.95:
+        return "these sequences look like DNA: 95 % of their letters are A, C, G, T or N; if they are, prepare them with --alphabet dna"
+    if str(results.get("alphabet")).startswith("dna") and sum(shares.get(letter, 0.0) for letter in ("<unk>", "?")) > 0.1:
+        return "these sequences do not look like DNA: more than a tenth of their letters are no bases; is --alphabet right?"
+    return None

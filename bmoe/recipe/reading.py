@@ -30,6 +30,13 @@ _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_i
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would take for a number."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
 def _plain(node: yaml.Node, path: str, where: str, lines: dict[str, str], faults: list[str]) -> Any:
     """Turn a YAML node into plain Python, noting the place of every key and every duplicate key."""
     if isinstance(node, yaml.MappingNode):
@@ -143,7 +150,8 @@ def validate(values: dict, lines: dict[str, str] | None = None, where: str = "re
                 raise RecipeError(faults) from None
     for key, sentence in broken_rules(recipe):
         if not any(name == key or name in sentence for name in bad):
-            faults.append(f"{place(key)}: {key}: {sentence}")
+            typed = [where for name, where in lines.items() if where.startswith("--set") and (name == key or name in sentence)]
+            faults.append(f"{typed[-1] if typed else place(key)}: {key}: {sentence}")
     if faults:
         raise RecipeError(faults)
     return recipe
@@ -164,7 +172,8 @@ def _remove(values: dict, location: tuple) -> None:
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """Read a recipe file and apply `section.key=value` overrides.
 
-    `data.fasta` becomes absolute (it is relative to the recipe file). Raises RecipeError with all faults at once.
+    `data.fasta` becomes absolute: in the file it is relative to the file, in an override to the working directory. Raises
+    RecipeError with all faults at once.
     """
     path = Path(path)
     try:
@@ -175,13 +184,18 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recip
         raise RecipeError([f"{path}: the recipe is not UTF-8 text; is it the right file?"]) from None
     lines: dict[str, str] = {}
     faults: list[str] = []
-    values = _parse(text, str(path), lines, faults) or {}
+    values = _parse(text, str(path), lines, faults)
+    if values is None and not faults:
+        raise RecipeError([f"{path}: the recipe is empty; begin with name: and see docs/recipe.md"])
     if not isinstance(values, dict):
         raise RecipeError([f"{path}:1: a recipe is a mapping of sections; see docs/recipe.md"])
     if isinstance(values.get("data"), dict) and isinstance(values["data"].get("fasta"), str):
         values["data"]["fasta"] = str((path.parent / values["data"]["fasta"]).resolve())
     for override in overrides:
         _override(values, override, lines, faults)
+    data = values.get("data")
+    if isinstance(data, dict) and isinstance(data.get("fasta"), str):
+        data["fasta"] = str(Path(data["fasta"]).resolve())  # of --set: relative to the working directory
     return validate(values, lines, str(path), faults)
 
 
@@ -216,6 +230,8 @@ def find(path: str | Path) -> tuple[Path, bool]:
     path = Path(path)
     if path.is_file():
         return path, False
+    if path.is_dir():
+        raise RecipeError([f"{path} is a folder, not a recipe; name a file, for example {path}/recipe.yaml"])
     name = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
     shipped = shipped_directory() / name
     if shipped.is_file():
@@ -243,7 +259,7 @@ def dump(recipe: Recipe, reasons: dict[str, str] | None = None) -> str:
                 out.append(f"{pad}{key}:")
                 write(value, full + ".", indent + 1)
             else:
-                text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
+                text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
                 why = (reasons or {}).get(full)
                 out.append(f"{pad}{key}: {text}" + (f"  # {why}" if why else ""))
 

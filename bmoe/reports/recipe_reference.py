@@ -2,6 +2,7 @@
 
 import re
 import sys
+from typing import get_args
 
 import yaml
 from pydantic_core import PydanticUndefined
@@ -67,7 +68,7 @@ def _values(field) -> str:
         if re.search(rf"\b{kind}\b", rest):
             words.append(word)
             break
-    if "None" in rest:
+    if type(None) in get_args(field.annotation):
         words.append("`null`")
     return ", ".join(words)
 
