@@ -20,6 +20,7 @@ from bmoe.data.loader import TrainingLoader
 from bmoe.data.packing import Batch
 from bmoe.data.shards import Shards
 from bmoe.errors import RunError
+from bmoe.model.load import LOAD_KEYS, load_statistics
 from bmoe.parallel import shard
 from bmoe.parallel.watchdog import Watchdog
 from bmoe.parallel.world import World
@@ -28,7 +29,7 @@ from bmoe.precision.statistics import Recorder, recording
 from bmoe.recipe import Recipe
 from bmoe.training.checkpoint import Checkpoints, newest_whole, torch_facts
 from bmoe.training.guards import Spikes, check_replicas, save_batches
-from bmoe.training.metrics import LOAD_KEYS, MetricsLog, load_statistics, per_layer
+from bmoe.training.metrics import MetricsLog, per_layer
 from bmoe.training.optimizer import AdamW, learning_rate
 from bmoe.training.state import Progress, each_tensor
 from bmoe.training.stopping import Limits, Stopping

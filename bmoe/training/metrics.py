@@ -9,10 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-LOAD_KEYS = ("load_max_over_mean", "load_entropy", "dead_experts")
-
 
 class MetricsLog:
     """Appends records to a JSON-lines file; every line is whole on disk before the next."""
@@ -56,25 +52,6 @@ def _whole(line: str) -> bool:
         return "step" in json.loads(line)
     except ValueError:
         return False
-
-
-def load_statistics(counts_E: np.ndarray) -> dict[str, float]:
-    """How evenly experts are used, from the routed slots of each.
-
-    load_max_over_mean: busiest expert over the mean (1 is even, E is collapse). load_entropy: entropy of the shares over
-    log E (1 is even, 0 is collapse). dead_experts: experts without a token.
-    """
-    total = counts_E.sum()
-    if total == 0:
-        return {"load_max_over_mean": 1.0, "load_entropy": 1.0, "dead_experts": int(counts_E.size)}
-    share = counts_E / total
-    live = share[share > 0]
-    entropy = float(-(live * np.log(live)).sum() / np.log(counts_E.size)) if counts_E.size > 1 else 1.0
-    return {
-        "load_max_over_mean": float(counts_E.max() * counts_E.size / total),
-        "load_entropy": entropy,
-        "dead_experts": int((counts_E == 0).sum()),
-    }
 
 
 def per_layer(values: list, moe_layers: list[int], layers: int) -> list:
