@@ -8,7 +8,7 @@ import io
 from typing import NamedTuple
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_digest
 
 from bmoe.data.fasta import BLANK, GAP, INVALID, LOWER, STOP, Block
 from bmoe.data.hashing import as_hashes
@@ -76,7 +76,7 @@ def join(codes: bytes, start: np.ndarray, end: np.ndarray) -> tuple[bytes, np.nd
     for a, b in zip(start.tolist(), end.tolist(), strict=True):
         sequence = codes[a:b]
         write(sequence)
-        add(xxh3_64_intdigest(sequence))
+        add(xxh3_64_digest(sequence))
     return joined.getvalue(), as_hashes(found)
 
 

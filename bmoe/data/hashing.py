@@ -8,7 +8,7 @@ import mmap
 from itertools import pairwise
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_digest
 
 PARTITIONS, WIDE = 8, 8  # a bucket of 8 hashes is a cache line
 FIRST = 1 << 17  # buckets of the first table
@@ -19,12 +19,12 @@ REBUILD = 4096  # buckets moved at a time when a table grows
 
 def hashes(items: list[bytes]) -> np.ndarray:
     """XXH3 of every item, uint64, never 0."""
-    return as_hashes([xxh3_64_intdigest(item) for item in items])
+    return as_hashes([xxh3_64_digest(item) for item in items])
 
 
-def as_hashes(found: list[int]) -> np.ndarray:
-    """Hashes as an array, with 1 for 0, which marks an empty slot in HashSet."""
-    return np.maximum(np.array(found, np.uint64), np.uint64(1))
+def as_hashes(digests: list[bytes]) -> np.ndarray:
+    """Digests of eight bytes as numbers, uint64, with 1 for 0, which marks an empty slot in HashSet."""
+    return np.maximum(np.frombuffer(b"".join(digests), ">u8").astype(np.uint64), np.uint64(1))
 
 
 def name_hashes(names: list[bytes]) -> np.ndarray:
@@ -99,6 +99,10 @@ class HashSet:
         new = np.zeros(hash_n.size, bool)
         if not hash_n.size:
             return new
+        if len(self) + hash_n.size <= MAX_LOAD * FIRST * WIDE and len(self._tables) == 1:
+            ordered = np.sort(hash_n)
+            if not (ordered[1:] == ordered[:-1]).any():
+                return self._add(0, hash_n)  # one table and no repeats: no order is needed
         order = np.argsort(hash_n)
         ordered = hash_n[order]
         first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
