@@ -187,7 +187,9 @@ def test_differences_name_keys():
     assert recipes.differences(Recipe(), other) == ["model.layers", "seed"]
 
 
-@pytest.mark.parametrize("text", ["training.steps: 5", "training: {'moe.x': 3}", "? [a]\n: 3", "a: &a [*a]", "name: 2020-13-45", "model: {moe: {1: 2}}"])
+@pytest.mark.parametrize(
+    "text", ["training.steps: 5", "training: {'moe.x': 3}", "? [a]\n: 3", "a: &a [*a]", "name: 2020-13-45", "model: {moe: {1: 2}}"]
+)
 def test_strange_keys_and_values_end_in_a_sentence(tmp_path, text):
     assert faults(tmp_path, text + "\n")
 

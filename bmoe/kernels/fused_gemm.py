@@ -128,9 +128,7 @@ def dup(dh_NI: Tensor, gate_up_ECD: Tensor, bounds_E1: Tensor) -> Tensor:
     """dx_ND in row order."""
     quack = _quack()
     dx_ND = dh_NI.new_empty(dh_NI.shape[0], gate_up_ECD.shape[2])
-    quack.plain(
-        dh_NI, gate_up_ECD, dx_ND, cu_seqlens_m=bounds_E1, concat_layout=("B",), config=quack.rows(dx_ND.shape[1])
-    )
+    quack.plain(dh_NI, gate_up_ECD, dx_ND, cu_seqlens_m=bounds_E1, concat_layout=("B",), config=quack.rows(dx_ND.shape[1]))
     return dx_ND
 
 

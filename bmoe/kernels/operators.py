@@ -20,9 +20,7 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
     """
 
     def register(function: Callable) -> Callable:
-        _LIBRARY.define(
-            name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
-        )
+        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"bmoe::{name}", fake, lib=_LIBRARY)
         return getattr(torch.ops.bmoe, name).default

@@ -266,9 +266,7 @@ def _weight_kernel(
     start = split * tokens_of_split
     for first in range(start, start + tokens_of_split, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        x = tl.load(
-            x_TD + t[None, :].to(tl.int64) * D + d[:, None], mask=(t < tokens)[None, :] & (d < D)[:, None], other=0.0
-        )
+        x = tl.load(x_TD + t[None, :].to(tl.int64) * D + d[:, None], mask=(t < tokens)[None, :] & (d < D)[:, None], other=0.0)
         dlogits = tl.load(
             dlogits_TE + t[:, None] * E + expert[None, :],
             mask=(t < tokens)[:, None] & (expert < E)[None, :],
@@ -317,9 +315,7 @@ def router_forward(
             64, num_warps=_warps(experts_p2), num_stages=4,
         )  # fmt: skip
     chunk = max(4096 // experts_p2, 1)
-    _finish_kernel[(1,)](
-        counts_BE, shares_BE, z_B, real_tokens, counts_E, balance, z, blocks, experts, experts_p2, top_k, chunk
-    )
+    _finish_kernel[(1,)](counts_BE, shares_BE, z_B, real_tokens, counts_E, balance, z, blocks, experts, experts_p2, top_k, chunk)
     return experts_TK, weights_TK, balance, z, counts_E, logits_TE
 
 

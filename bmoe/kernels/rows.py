@@ -155,9 +155,7 @@ def sort_slots_reference(experts_TK: Tensor, weights_TK: Tensor, experts: int) -
 
 
 @triton.jit
-def _spread_kernel(
-    x_TD, rows_ND, row_of_slot_N, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _spread_kernel(x_TD, rows_ND, row_of_slot_N, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < D)[None, :]
@@ -186,9 +184,9 @@ def _combine_kernel(
     y = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in tl.static_range(K):
         row = tl.load(row_of_slot_N + token * K + k, mask=token < tokens, other=-1)
-        part = tl.load(
-            rows_ND + row[:, None].to(tl.int64) * D + column[None, :], mask=inside & (row >= 0)[:, None], other=0.0
-        ).to(tl.float32)
+        part = tl.load(rows_ND + row[:, None].to(tl.int64) * D + column[None, :], mask=inside & (row >= 0)[:, None], other=0.0).to(
+            tl.float32
+        )
         if WEIGHTED:
             part *= tl.load(weights_N + token * K + k, mask=(token < tokens) & (row >= 0), other=0.0)[:, None]
         y += part
@@ -212,9 +210,7 @@ def spread(x_TD: Tensor, row_of_slot_N: Tensor, k: int, rows: int | None = None)
     if tokens and width:
         tile_rows, columns = row_tile(width)
         grid = (triton.cdiv(tokens, tile_rows), triton.cdiv(width, columns))
-        _spread_kernel[grid](
-            x_TD.contiguous(), rows_ND, row_of_slot_N, tokens, width, k, tile_rows, columns, num_warps=4
-        )
+        _spread_kernel[grid](x_TD.contiguous(), rows_ND, row_of_slot_N, tokens, width, k, tile_rows, columns, num_warps=4)
     return rows_ND
 
 

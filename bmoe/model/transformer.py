@@ -110,9 +110,7 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """See the module. Its memory is empty until `initialize` or a checkpoint fills it."""
 
-    def __init__(
-        self, model: ModelSection, vocabulary: Vocabulary, backend: BackendSection, precision: PrecisionSection | None = None
-    ):
+    def __init__(self, model: ModelSection, vocabulary: Vocabulary, backend: BackendSection, precision: PrecisionSection | None = None):
         super().__init__()
         self.section, self.vocabulary = model, vocabulary
         self.experts = model.moe.experts if model.moe else 0

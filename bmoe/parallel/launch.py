@@ -102,8 +102,9 @@ def world_from_environment(device: str) -> World:
         _outlive_no_launcher()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, rank=found.rank, world_size=found.size, timeout=PATIENCE,
-                                device_id=here if device == "cuda" else None)
+        dist.init_process_group(
+            backend, rank=found.rank, world_size=found.size, timeout=PATIENCE, device_id=here if device == "cuda" else None
+        )
     except (dist.DistError, ValueError, OSError) as error:
         meeting = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise RunError(f"rank {found.rank} of {found.size} cannot meet the others at {meeting} ({_first_line(error)})") from error
@@ -203,8 +204,15 @@ def run(arguments: list[str], procs: int, logs: Path, code: str = "from bmoe.cli
     logs.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // procs)))
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=procs, run_id=f"bmoe-{os.getpid()}", max_restarts=0, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", local_addr="localhost", logs_specs=_rank_logs(logs),
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=procs,
+        run_id=f"bmoe-{os.getpid()}",
+        max_restarts=0,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        logs_specs=_rank_logs(logs),
     )
     outcome: list[ChildFailedError | BaseException] = []
 
@@ -301,7 +309,9 @@ def _rank_logs(logs: Path):
             return LogsDest(
                 stdouts={0: "", **{rank: str(logs / f"{name}.out") for rank, name in shown.items()}},
                 stderrs={0: "", **{rank: str(logs / f"{name}.err") for rank, name in shown.items()}},
-                tee_stdouts={}, tee_stderrs={}, error_files=errors,
+                tee_stdouts={},
+                tee_stderrs={},
+                error_files=errors,
             )
 
         @property

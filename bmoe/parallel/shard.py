@@ -26,8 +26,9 @@ from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
 
 
-def apply(model: nn.Module, world: World, recipe: Recipe, whole: Callable[[str, Tensor], bool],
-          initial: Callable[[str, torch.Size], Tensor]) -> None:
+def apply(
+    model: nn.Module, world: World, recipe: Recipe, whole: Callable[[str, Tensor], bool], initial: Callable[[str, torch.Size], Tensor]
+) -> None:
     """Spread `model` (fp32 or fp64, the same on every rank) over `world.mesh`, in place. Collective.
 
     whole: (name, parameter) -> whether it stays whole on every rank. initial: (name, shape) -> value of a parameter that is

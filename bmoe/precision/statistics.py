@@ -45,7 +45,7 @@ def sums(x: Tensor, kind: str, tensor: str) -> Tensor:
     exact = torch.where(finite, x.double(), 0.0)
     rounded = torch.where(finite, rounded.double(), 0.0)
     nonzero = exact != 0
-    beyond = 1 + 2.0 ** -(form.mantissa + 2) / (2 - 2.0 ** -form.mantissa) * 2
+    beyond = 1 + 2.0 ** -(form.mantissa + 2) / (2 - 2.0**-form.mantissa) * 2
     saturated = (codes.float().abs() == form.maximum) & (exact.abs() > rounded.abs() * beyond)
     head = [nonzero, nonzero & (rounded == 0), saturated]
     squares = [(rounded - exact).square().sum(), exact.square().sum()]

@@ -102,9 +102,7 @@ class Layer(nn.Module):
         return self.experts(x_TD, experts_TK if self.choice_TK is None else self.choice_TK, weights_TK)
 
 
-def _route_on_cpu(
-    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, real_tokens: Tensor, k: int
-) -> tuple[Tensor, Tensor]:
+def _route_on_cpu(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, real_tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     scores_TE = (x_TD.to(weight_ED.dtype) @ weight_ED.T).softmax(-1)
     weights_TK, experts_TK = (scores_TE + bias_E).topk(k, dim=-1)
     return experts_TK, weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -138,9 +136,7 @@ def hugging_face_block(implementation: str, shape: LayerShape, choice_TK: Tensor
     return block
 
 
-def contestant(
-    name: str, shape: LayerShape, device: torch.device, dtype: torch.dtype, balanced: bool
-) -> tuple[nn.Module, Callable]:
+def contestant(name: str, shape: LayerShape, device: torch.device, dtype: torch.dtype, balanced: bool) -> tuple[nn.Module, Callable]:
     """(module that owns the parameters, function of x_TD) for one of BASELINES or our KINDS."""
     choice_TK = balanced_choice(shape, device) if balanced else None
     if name in BASELINES:
@@ -230,9 +226,7 @@ def _warm_up(step: Callable[[], None], warmup: int, device: torch.device) -> flo
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def _timing(
-    shape: LayerShape, name: str, balanced: bool, times: list[float], memory: float | None, peak: float | None
-) -> LayerTiming:
+def _timing(shape: LayerShape, name: str, balanced: bool, times: list[float], memory: float | None, peak: float | None) -> LayerTiming:
     median = statistics.median(times)
     tflops = shape.flops / median / 1e9
     fraction = None if peak is None else tflops / peak

@@ -26,8 +26,9 @@ class Series(NamedTuple):
     colour: int | None = None
 
 
-def line_plot(title: str, series: Sequence[Series], x_label: str, y_label: str, text: str = "", zero: bool = False,
-              whole_x: bool = False) -> str:
+def line_plot(
+    title: str, series: Sequence[Series], x_label: str, y_label: str, text: str = "", zero: bool = False, whole_x: bool = False
+) -> str:
     """A figure of curves. `zero` starts the y axis at 0; `whole_x` labels whole numbers only. Empty if there is nothing to draw."""
     curves = [(s.colour if s.colour is not None else i % 6, s, _clean(s)) for i, s in enumerate(series)]
     curves = [(c, s, points) for c, s, points in curves if points]
@@ -64,8 +65,15 @@ def scatter(title: str, x: Sequence[float], y: Sequence[float], x_label: str, y_
     return figure(title, _svg(body, title), text)
 
 
-def bar_chart(title: str, labels: Sequence[str], groups: Sequence[tuple[str, Sequence[float | None]]], y_label: str, text: str = "",
-              intervals: Sequence[tuple[float, float]] | None = None, reference: tuple[str, float] | None = None) -> str:
+def bar_chart(
+    title: str,
+    labels: Sequence[str],
+    groups: Sequence[tuple[str, Sequence[float | None]]],
+    y_label: str,
+    text: str = "",
+    intervals: Sequence[tuple[float, float]] | None = None,
+    reference: tuple[str, float] | None = None,
+) -> str:
     """A figure of vertical bars, one group of bars a label. `intervals` draws whiskers on the first group; `reference` is a
     dashed line with its name."""
     values = [v for _, column in groups for v in column if _finite(v)]
@@ -116,8 +124,18 @@ def interval_chart(title: str, labels: Sequence[str], values: Sequence[float | N
     return figure(title, _svg(body, title))
 
 
-def heat_map(title: str, matrix: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], x_label: str, y_label: str,
-             text: str = "", low: float | None = None, high: float | None = None, middle: float | None = None) -> str:
+def heat_map(
+    title: str,
+    matrix: Sequence[Sequence[float | None]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    x_label: str,
+    y_label: str,
+    text: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    middle: float | None = None,
+) -> str:
     """A figure of cells. Stronger colour is more; with `middle`, values below it take the second hue. Nothing where None."""
     values = [v for row in matrix for v in row if _finite(v)]
     if not values:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests_fakes import Memory, proteins
 
 from bmoe.data import objectives
 from bmoe.data.alphabet import alphabet
 from bmoe.data.packing import pack
 from bmoe.data.sampler import Position, Sampler
 from bmoe.recipe import ObjectiveSection
+from tests_fakes import Memory, proteins
 
 MLM = ObjectiveSection()
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_fakes import Memory, proteins
 
 from bmoe import recipe as recipes
 from bmoe.data.loader import TrainingLoader, build_batch, build_sampler, validation_batches
 from bmoe.data.packing import SEGMENT_MULTIPLE, pack
 from bmoe.data.sampler import Position, Sampler
+from tests_fakes import Memory, proteins
 
 
 def recipe(**data):

@@ -43,13 +43,15 @@ def random_proteins(number: int, longest: int, seed: int = 0) -> list[str]:
 
 def small_recipe(kind: str = "encoder", slots: int = 512, **model) -> recipes.Recipe:
     moe = {"experts": 4, "top_k": 2, "expert_width": 16, "dense_layers": 1}
-    return recipes.validate({
-        "data": {"max_length": 128, "tokens_per_batch": slots},
-        "model": {"kind": kind, "layers": 3, "width": 32, "heads": 4, "moe": moe, **model},
-        "objective": {"kind": "mlm" if kind == "encoder" else "clm"},
-        "precision": {"kind": "fp32"},
-        "training": {"tokens_per_step": slots, "validation_tokens": 4096},
-    })
+    return recipes.validate(
+        {
+            "data": {"max_length": 128, "tokens_per_batch": slots},
+            "model": {"kind": kind, "layers": 3, "width": 32, "heads": 4, "moe": moe, **model},
+            "objective": {"kind": "mlm" if kind == "encoder" else "clm"},
+            "precision": {"kind": "fp32"},
+            "training": {"tokens_per_step": slots, "validation_tokens": 4096},
+        }
+    )
 
 
 def small_model(recipe: recipes.Recipe, seed: int = 0, scale: float = 4.0) -> Transformer:

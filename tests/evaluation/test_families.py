@@ -1,6 +1,5 @@
 """Families: relatives together, chance apart, folds that never cut a family."""
 
-
 import numpy as np
 import pytest
 

@@ -1,6 +1,5 @@
 """Probe: no leakage, the classifier of scikit-learn, a planted signal at a known layer, and labels in real tables."""
 
-
 import numpy as np
 import pytest
 import torch

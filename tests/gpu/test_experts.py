@@ -22,8 +22,7 @@ BUILDERS = {
     "triton-fused": lambda *sizes: TritonExperts(*sizes, gemms="fused"),
 }
 KINDS = [
-    pytest.param(kind, marks=pytest.mark.skipif(kind == "triton-fused" and not FUSED, reason="fused GEMMs missing"))
-    for kind in BUILDERS
+    pytest.param(kind, marks=pytest.mark.skipif(kind == "triton-fused" and not FUSED, reason="fused GEMMs missing")) for kind in BUILDERS
 ]
 TE = importlib.util.find_spec("transformer_engine") is not None
 

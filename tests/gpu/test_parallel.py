@@ -63,16 +63,31 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def make_recipe(layers: int, width: int = 1280, experts: int = 8, expert_width: int = 3584, slots: int = 16_384, batches: int = 8,
-                kind: str = "bf16", implementation: str = "auto") -> recipes.Recipe:
-    return recipes.validate({
-        "data": {"max_length": 1024, "tokens_per_batch": slots},
-        "model": {"layers": layers, "width": width, "heads": width // 64,
-                  "moe": {"experts": experts, "top_k": 2, "expert_width": expert_width}},
-        "precision": {"kind": kind}, "backend": {"experts": implementation},
-        "training": {"steps": 100, "tokens_per_step": slots * batches},
-        "checkpoint": {"async": True},
-    })
+def make_recipe(
+    layers: int,
+    width: int = 1280,
+    experts: int = 8,
+    expert_width: int = 3584,
+    slots: int = 16_384,
+    batches: int = 8,
+    kind: str = "bf16",
+    implementation: str = "auto",
+) -> recipes.Recipe:
+    return recipes.validate(
+        {
+            "data": {"max_length": 1024, "tokens_per_batch": slots},
+            "model": {
+                "layers": layers,
+                "width": width,
+                "heads": width // 64,
+                "moe": {"experts": experts, "top_k": 2, "expert_width": expert_width},
+            },
+            "precision": {"kind": kind},
+            "backend": {"experts": implementation},
+            "training": {"steps": 100, "tokens_per_step": slots * batches},
+            "checkpoint": {"async": True},
+        }
+    )
 
 
 def make_trainer(way: str, recipe: recipes.Recipe, one_rank: World, folder: Path) -> Trainer:
@@ -154,8 +169,10 @@ def test_checkpoint_of_a_billion_parameters(one_rank, tmp_path):
     state.load_state(checkpoint.newest_whole(tmp_path / "checkpoints"), trainer.model, trainer.optimizer)
     torch.cuda.synchronize()
     load_s = time.perf_counter() - began
-    print(f"\n{parameters / 1e9:.2f} B parameters, {12 * parameters / 2**30:.1f} GiB: save {whole} s, stall {stalls} s, "
-          f"load {load_s:.1f} s, a step {step_s:.3f} s")
+    print(
+        f"\n{parameters / 1e9:.2f} B parameters, {12 * parameters / 2**30:.1f} GiB: save {whole} s, stall {stalls} s, "
+        f"load {load_s:.1f} s, a step {step_s:.3f} s"
+    )
     flagship_interval = 50 * 128 * step_s  # 50 steps of 2 M tokens at 4,096 tokens a batch, one GPU
     assert stalls[-1] <= 0.05 * flagship_interval
 

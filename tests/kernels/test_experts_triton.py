@@ -33,10 +33,7 @@ def pair(tokens, experts, k, width=32, expert_width=48):
 
 def errors(actual, expected):
     floor = torch.tensor(1e-30, dtype=torch.float64)
-    return {
-        n: float((actual[n].detach().double() - e.detach()).norm() / e.detach().norm().clamp(min=floor))
-        for n, e in expected.items()
-    }
+    return {n: float((actual[n].detach().double() - e.detach()).norm() / e.detach().norm().clamp(min=floor)) for n, e in expected.items()}
 
 
 @pytest.fixture(params=["torch", "fused"])
@@ -52,9 +49,7 @@ def path(request, monkeypatch):
 
 
 @pytest.mark.parametrize("pattern", ["all", "tail", "one", "none"])
-@pytest.mark.parametrize(
-    ("tokens", "experts", "k", "width"), [(1, 2, 1, 32), (29, 4, 2, 32), (17, 16, 8, 20), (9, 3, 2, 5)]
-)
+@pytest.mark.parametrize(("tokens", "experts", "k", "width"), [(1, 2, 1, 32), (29, 4, 2, 32), (17, 16, 8, 20), (9, 3, 2, 5)])
 def test_equals_the_loop(path, pattern, tokens, experts, k, width):
     loop, module, x_TD, weights_TK, dy_TD = pair(tokens, experts, k, width)
     ids_TK = torch.randint(experts + (pattern == "tail"), (tokens, k), device=DEVICE)

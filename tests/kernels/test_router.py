@@ -37,9 +37,7 @@ def test_equals_the_twin(score, normalize, tokens, real, width, experts, k):
     expected_TK, expected = outputs(route_reference, *wide, real_tokens, k, score, normalize, dweights_TK.double())
     assert torch.equal(ids_TK, expected_TK)
     for name, reference in expected.items():
-        torch.testing.assert_close(
-            actual[name].double(), reference, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(actual[name].double(), reference, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_identical_tokens_and_ties_choose_distinct_experts():

@@ -70,9 +70,7 @@ def test_spread_and_combine_equal_their_twins(width, tokens, experts, k):
             rows.combine_reference(rows_ND, order.row_of_slot_N, k, weights_TK),
         )
     values_N = rows_ND[:, 0].contiguous()
-    assert torch.equal(
-        rows.to_slots(values_N, order.row_of_slot_N), rows.to_slots_reference(values_N, order.row_of_slot_N)
-    )
+    assert torch.equal(rows.to_slots(values_N, order.row_of_slot_N), rows.to_slots_reference(values_N, order.row_of_slot_N))
 
 
 def test_combine_is_the_transpose_of_spread():

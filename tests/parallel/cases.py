@@ -56,9 +56,20 @@ def make_recipe(layout: tuple[int, int, int], batches: int = 4, **sections) -> r
     values: dict[str, Any] = {
         "data": {"max_length": 48, "tokens_per_batch": SLOTS},
         "model": {
-            "layers": 2, "width": 32, "heads": 4, "norm": "layernorm", "bias": True,
-            "moe": {"experts": EXPERTS, "top_k": 2, "expert_width": 24, "shared_experts": 1, "bias_update": 0.01, "balance_loss": 0.05,
-                    "z_loss": 0.01},
+            "layers": 2,
+            "width": 32,
+            "heads": 4,
+            "norm": "layernorm",
+            "bias": True,
+            "moe": {
+                "experts": EXPERTS,
+                "top_k": 2,
+                "expert_width": 24,
+                "shared_experts": 1,
+                "bias_update": 0.01,
+                "balance_loss": 0.05,
+                "z_loss": 0.01,
+            },
         },
         "precision": {"kind": "fp32"},
         "backend": {"experts": "loop"},
@@ -117,8 +128,17 @@ def make_trainer(folder, recipe, shards, model, optimizer, world, progress=None)
     return Trainer(recipe, folder, shards, model, optimizer, world, progress or state.Progress(), _Quiet(), dict, lambda *_: None)
 
 
-def train(rank: int, size: int, layout=(1, 1, 1), batches: int = 4, dtype: str = "float64", steps: int = 3, sabotage: str = "",
-          stay_gathered: bool = True, **sections) -> dict:
+def train(
+    rank: int,
+    size: int,
+    layout=(1, 1, 1),
+    batches: int = 4,
+    dtype: str = "float64",
+    steps: int = 3,
+    sabotage: str = "",
+    stay_gathered: bool = True,
+    **sections,
+) -> dict:
     """Losses and norms of `steps` steps, the first step's gradients (before clipping), and all state after the last."""
     recipe = make_recipe(layout, batches, **sections)
     world, model, optimizer = build(rank, size, recipe, getattr(torch, dtype))
@@ -144,7 +164,10 @@ def train(rank: int, size: int, layout=(1, 1, 1), batches: int = 4, dtype: str =
             norms.append(float(norm))
     undo()
     return {
-        "losses": np.array(losses), "norms": np.array(norms), "gradients": first, "state": whole(state.all_tensors(model, optimizer)),
+        "losses": np.array(losses),
+        "norms": np.array(norms),
+        "gradients": first,
+        "state": whole(state.all_tensors(model, optimizer)),
     }
 
 
@@ -174,7 +197,6 @@ def break_on_purpose(how: str, model, optimizer: AdamW):
         return lambda: setattr(dispatch._Counts, "plan", kept)
     assert not how
     return lambda: None
-
 
 
 def drift(rank: int, size: int, layout: tuple[int, int, int], what: str, culprit: int = 1) -> str:
@@ -258,8 +280,14 @@ def count_traffic(rank: int, size: int, layout: tuple[int, int, int], stay_gathe
 
         return call
 
-    names = {"all_gather_into_tensor": "gather", "all_gather_single": "gather", "reduce_scatter_tensor": "scatter",
-             "reduce_scatter_single": "scatter", "all_reduce": "reduce", "all_to_all_single": "rows"}
+    names = {
+        "all_gather_into_tensor": "gather",
+        "all_gather_single": "gather",
+        "reduce_scatter_tensor": "scatter",
+        "reduce_scatter_single": "scatter",
+        "all_reduce": "reduce",
+        "all_to_all_single": "rows",
+    }
     kept = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
     for name, function in kept.items():
         setattr(dist, name, counting(names[name], function))
@@ -309,6 +337,11 @@ def extremes(rank: int, size: int, routing: str) -> list[float]:
     outputs = torch.stack([whole_layer(a, ids, w) for a, ids, w in zip(inputs[0], chosen, inputs[1], strict=True)])
     (outputs * gain).sum().backward()
     here = slice(rank * 4, rank * 4 + 4)
-    pairs = [(y, outputs[rank]), (mine[0].grad, inputs[0].grad[rank]), (mine[1].grad, inputs[1].grad[rank]),
-             (part.gate_up.grad, whole_layer.gate_up.grad[here]), (part.down.grad, whole_layer.down.grad[here])]
+    pairs = [
+        (y, outputs[rank]),
+        (mine[0].grad, inputs[0].grad[rank]),
+        (mine[1].grad, inputs[1].grad[rank]),
+        (part.gate_up.grad, whole_layer.gate_up.grad[here]),
+        (part.down.grad, whole_layer.down.grad[here]),
+    ]
     return [float((a - b).norm() / b.norm().clamp(min=1e-300)) if bool((a != b).any()) else 0.0 for a, b in pairs]

@@ -28,8 +28,9 @@ class Ranks:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent / 'training'}"}
         with Listener(f"{folder}/line", "AF_UNIX", backlog=self.size) as listener:
             self.processes = [
-                subprocess.Popen([sys.executable, str(HERE / "rank.py"), f"{folder}/line", f"{folder}/store", str(rank), str(self.size)],
-                                 env=environment)
+                subprocess.Popen(
+                    [sys.executable, str(HERE / "rank.py"), f"{folder}/line", f"{folder}/store", str(rank), str(self.size)], env=environment
+                )
                 for rank in range(self.size)
             ]
             lines = [listener.accept() for _ in range(self.size)]

@@ -3,9 +3,14 @@
 import pytest
 
 
-@pytest.mark.parametrize("what, words", [
-    ("nothing", "agree"), ("whole", "weights of rank 1 have drifted from rank 0"), ("position", "rank 1 is at another place in the data"),
-])
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("nothing", "agree"),
+        ("whole", "weights of rank 1 have drifted from rank 0"),
+        ("position", "rank 1 is at another place in the data"),
+    ],
+)
 def test_drift_of_whole_parameters_and_places_is_found(ranks, what, words):
     for told in ranks(2).run("drift", layout=(1, 1, 2), what=what):
         assert words in told

@@ -20,14 +20,17 @@ def play(scene: str, folder: Path, ranks: int = 2):
     return launch.run([scene, str(folder)], ranks, folder / "logs", PROGRAM)
 
 
-@pytest.mark.parametrize("environment, found", [
-    ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (3, 8, 1)),  # torchrun, the elastic launcher
-    ({"RANK": "3", "WORLD_SIZE": "8"}, (3, 8, 0)),  # PyTorchJob, one rank a pod
-    ({"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16"}, (9, 16, 1)),  # srun
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}, None),  # the batch script itself
-    ({"RANK": "0", "WORLD_SIZE": "1"}, None),
-    ({}, None),
-])
+@pytest.mark.parametrize(
+    "environment, found",
+    [
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (3, 8, 1)),  # torchrun, the elastic launcher
+        ({"RANK": "3", "WORLD_SIZE": "8"}, (3, 8, 0)),  # PyTorchJob, one rank a pod
+        ({"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16"}, (9, 16, 1)),  # srun
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}, None),  # the batch script itself
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({}, None),
+    ],
+)
 def test_every_launcher_is_understood(environment, found):
     assert launch.place(environment) == found
 
@@ -38,9 +41,16 @@ def test_a_broken_environment_is_refused(environment):
         launch.place(environment)
 
 
-@pytest.mark.parametrize("nodes, host", [
-    ("node17", "node17"), ("gpu[03-05,9],login1", "gpu03"), ("gpu[7]", "gpu7"), ("a01,a02", "a01"), ("c-1-[2-3].local", "c-1-2.local"),
-])
+@pytest.mark.parametrize(
+    "nodes, host",
+    [
+        ("node17", "node17"),
+        ("gpu[03-05,9],login1", "gpu03"),
+        ("gpu[7]", "gpu7"),
+        ("a01,a02", "a01"),
+        ("c-1-[2-3].local", "c-1-2.local"),
+    ],
+)
 def test_slurm_ranks_meet_on_the_first_node(nodes, host):
     found, port = launch.slurm_address({"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "1234567"})
     assert found == host
@@ -52,11 +62,14 @@ def test_ranks_meet(tmp_path):
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["3", "3"]
 
 
-@pytest.mark.parametrize("scene, code, words", [
-    ("one fails", 1, "the disk of rank 1 is full; free some space"),
-    ("all refuse", 2, "model.width: 3 is not a multiple of model.heads = 2"),
-    ("one is killed", 1, "rank 1 was killed by SIGKILL"),
-])
+@pytest.mark.parametrize(
+    "scene, code, words",
+    [
+        ("one fails", 1, "the disk of rank 1 is full; free some space"),
+        ("all refuse", 2, "model.width: 3 is not a multiple of model.heads = 2"),
+        ("one is killed", 1, "rank 1 was killed by SIGKILL"),
+    ],
+)
 def test_the_reason_is_the_first_failure_in_one_sentence(tmp_path, scene, code, words):
     found, sentence = play(scene, tmp_path)
     assert (found, words in sentence) == (code, True), sentence

@@ -91,8 +91,12 @@ def test_float32_equals_one_process_to_rounding(ranks, one, layout):
 def test_the_comparison_sees_faults(ranks, one, fault):
     want = one()
     got = ranks(2).run("train", layout=(1, 1, 2), sabotage=fault)[0]
-    differences = [relative(got["losses"], want["losses"]), relative(got["norms"], want["norms"]),
-                   worst(got["gradients"], want["gradients"])[0], worst(got["state"], want["state"])[0]]
+    differences = [
+        relative(got["losses"], want["losses"]),
+        relative(got["norms"], want["norms"]),
+        worst(got["gradients"], want["gradients"])[0],
+        worst(got["state"], want["state"])[0],
+    ]
     assert max(differences) > 1e-4, differences
 
 

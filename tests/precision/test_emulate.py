@@ -18,13 +18,17 @@ D, F, E, K, T = 96, 64, 4, 2, 75
 def by_hand(x, w, dy, kind):
     """y, dx, dw of one linear layer under the recipe's table, without the code under test."""
     if kind == "mxfp8":
+
         def q(t, axis):
             return mxfp8.quantize_dequantize(t, axis)
+
         wr, wc, dr, dc = q(w, -1), q(w, -2), q(dy, -1), q(dy, -2)
         xr, xc = q(x, -1), q(x, -2)
     elif kind == "fp8_block":
+
         def q(t, axis):
             return block.quantize_dequantize(t, axis)
+
         wr = wc = q(w, None)
         xr, xc, dr, dc = q(x, -1), q(x, -2), q(dy, -1), q(dy, -2)
     else:

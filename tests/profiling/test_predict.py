@@ -77,10 +77,12 @@ def test_bytes_between_ranks_by_hand():
     """2 layers of 16 experts, expert: 4, one rank's 1,000 tokens to 2 experts each, width 64, bf16: each of the 2,000 rows
     leaves with probability 3/4, there and back, forward and backward, its weight (fp32) there and the gradient of it back;
     2,097,152 slots a step are 16 batches of 16,384 on each of 8 ranks."""
-    recipe = Recipe.model_validate({
-        "model": {"layers": 2, "width": 64, "heads": 4, "moe": {"experts": 16, "top_k": 2, "expert_width": 64}},
-        "parallel": {"expert": 4},
-    })
+    recipe = Recipe.model_validate(
+        {
+            "model": {"layers": 2, "width": 64, "heads": 4, "moe": {"experts": 16, "top_k": 2, "expert_width": 64}},
+            "parallel": {"expert": 4},
+        }
+    )
     sent = predict.communication(recipe, 33, Load(1024, 1000, 1e5, 150), 8, chips.find("h200"))
     assert sent["all_to_all_bytes"] == pytest.approx(16 * 2 * 2000 * 0.75 * (4 * 64 * 2 + 2 * 4))
     alone = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"expert": 1})})

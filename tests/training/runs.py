@@ -1,6 +1,6 @@
 """Small runs of training for the tests of checkpoints: in this process, or as a program on one or several ranks.
 
-    python runs.py FOLDER '{"steps": 6, "layout": [1, 1, 2]}'      trains to `steps`, from the newest checkpoint if there is one
+python runs.py FOLDER '{"steps": 6, "layout": [1, 1, 2]}'      trains to `steps`, from the newest checkpoint if there is one
 """
 
 import importlib.util
@@ -35,13 +35,27 @@ cases = load_file(Path(__file__).parent.parent / "parallel" / "cases.py")
 TIMES = ("residues_per_s", "tokens_per_s", "step_s", "data_wait_s", "peak_memory_gib", "mfu")
 
 
-def make_recipe(steps: int, layout: list[int] | tuple[int, ...] = (1, 1, 1), every: int = 2, keep: int = 3, background: bool = True,
-                experts: str = "loop", batches: int = 4, lr: float = 0.003, kind: str = "fp32"):
+def make_recipe(
+    steps: int,
+    layout: list[int] | tuple[int, ...] = (1, 1, 1),
+    every: int = 2,
+    keep: int = 3,
+    background: bool = True,
+    experts: str = "loop",
+    batches: int = 4,
+    lr: float = 0.003,
+    kind: str = "fp32",
+):
     return cases.make_recipe(
-        tuple(layout), batches, backend={"experts": experts},
+        tuple(layout),
+        batches,
+        backend={"experts": experts},
         training={"steps": steps, "validate_every": 2, "validation_tokens": 256, "tokens_per_step": batches * cases.SLOTS},
-        checkpoint={"every": every, "keep": keep, "async": background}, logging={"every": 1}, optimizer={"lr": lr, "clip_norm": 1.0},
-        model={"norm": "rmsnorm", "bias": False}, precision={"kind": kind},
+        checkpoint={"every": every, "keep": keep, "async": background},
+        logging={"every": 1},
+        optimizer={"lr": lr, "clip_norm": 1.0},
+        model={"norm": "rmsnorm", "bias": False},
+        precision={"kind": kind},
     )
 
 

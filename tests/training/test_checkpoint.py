@@ -12,8 +12,11 @@ from bmoe.training.checkpoint import Checkpoints
 
 
 def tensors(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
-    return [("model.weight", torch.full((200, 30), value)), ("optimizer.m.weight", torch.full((200, 30), -value)),
-            ("optimizer.skipped", torch.tensor(3))]
+    return [
+        ("model.weight", torch.full((200, 30), value)),
+        ("optimizer.m.weight", torch.full((200, 30), -value)),
+        ("optimizer.skipped", torch.tensor(3)),
+    ]
 
 
 def save(run: Path, step: int, value: float = 1.0, background: bool = False, keep: int = 3, **meta) -> None:

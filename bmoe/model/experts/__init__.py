@@ -35,9 +35,7 @@ def build_experts(
         return TeExperts(experts, width, expert_width, ffn, bias, precision)
     if kind == "triton":
         if importlib.util.find_spec("triton") is None:
-            raise RequestError(
-                "backend.experts triton needs the package triton, which is not installed; choose grouped."
-            )
+            raise RequestError("backend.experts triton needs the package triton, which is not installed; choose grouped.")
         from bmoe.model.experts.triton import TritonExperts
 
         return TritonExperts(experts, width, expert_width, ffn, bias)

@@ -26,9 +26,7 @@ class Measured:
 
     def __str__(self) -> str:
         shape = f"H{self.width} F{self.expert_width} {self.experts} experts k{self.top_k}"
-        return (
-            f"{shape}: {self.fused:.2f} of the bf16 peak, compiled grouped_mm of transformers {self.hugging_face:.2f}"
-        )
+        return f"{shape}: {self.fused:.2f} of the bf16 peak, compiled grouped_mm of transformers {self.hugging_face:.2f}"
 
 
 TABLE = (

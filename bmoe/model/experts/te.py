@@ -187,9 +187,7 @@ class TeExperts(Experts):
                 "set model.ffn to swiglu and model.bias to false, or backend.experts to grouped."
             )
         if precision not in ROW_MULTIPLE or precision == "fp32":
-            raise RequestError(
-                f"backend.experts te does not compute in {precision}; use grouped, or precision.kind bf16."
-            )
+            raise RequestError(f"backend.experts te does not compute in {precision}; use grouped, or precision.kind bf16.")
         super().__init__(experts, width, expert_width)
         self.precision = precision
         self.row_multiple = FUSED_ROW_MULTIPLE if precision == "mxfp8" else ROW_MULTIPLE[precision]
@@ -203,9 +201,7 @@ class TeExperts(Experts):
         machine = probe(device)
         if machine.te is None:
             return [f"backend.experts te needs Transformer Engine, and {machine.te_problem}; install bmoe[te]."]
-        section = ModelSection(
-            width=self.width, moe=MoESection(experts=self.experts, expert_width=self.expert_width, top_k=1)
-        )
+        section = ModelSection(width=self.width, moe=MoESection(experts=self.experts, expert_width=self.expert_width, top_k=1))
         fused = fused_unmet(machine, section) if self.precision == "mxfp8" else []
         return [*unmet(self.precision, machine, section), *fused]
 
