@@ -256,6 +256,10 @@ def test_empty_fasta_and_corrupt_shards(here, capsys):
     assert bmoe(capsys, "prepare", str(PROTEINS), "--out", "shards", "--valid-fraction", "0.1")[0] == 0
     code, _, err = bmoe(capsys, "prepare", str(PROTEINS), "--out", "shards", "--valid-fraction", "0.1")
     assert code == 0 and "already prepared" in err
+    Path("elsewhere").mkdir()
+    copy = Path("elsewhere", PROTEINS.name)
+    copy.write_bytes(PROTEINS.read_bytes())
+    assert bmoe(capsys, "prepare", str(copy), "--out", "shards", "--valid-fraction", "0.1")[0] == 0  # the same file elsewhere
     assert "other options" in refused(capsys, "prepare", str(PROTEINS), "--out", "shards", "--valid-fraction", "0.2")
     shard = Path("shards/train-00000.tokens")
     content = shard.read_bytes()

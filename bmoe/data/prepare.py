@@ -88,7 +88,10 @@ def _already(sources, out: Path, options: PrepareOptions, part) -> dict | None:
         differing.append("part")
     if differing:
         raise RequestError(f"{out} was prepared with other options ({', '.join(differing)}): name another --out, or remove it")
-    if [[s["name"], s["size"]] for s in manifest["inputs"]] != described(sources) or any(s.kind == "stdin" for s in sources):
+    before, now = ([(Path(name).name, size) for name, size in pairs] for pairs in (
+        [(s["name"], s["size"]) for s in manifest["inputs"]], described(sources),
+    ))  # a file is the same under another path  # fmt: skip
+    if before != now or any(s.kind == "stdin" for s in sources):
         raise RequestError(f"{out} was prepared from other inputs: name another --out, or remove it")
     return manifest | {"directory": str(out), "already_prepared": True, "seconds": 0.0, "mb_per_s": 0.0}
 
