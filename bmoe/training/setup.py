@@ -83,6 +83,11 @@ def stays_wide(name: str, parameter: Tensor) -> bool:
     return not is_matrix(name, parameter) or ".router." in name
 
 
+def lives_whole(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter stays whole on every rank: vectors and the router. The experts' biases go where their experts go."""
+    return parameter.ndim < 2 or ".router." in name
+
+
 def build_model(recipe: Recipe, letters: Alphabet, device: torch.device) -> Transformer:
     """A resolved recipe's model on `device`, fp32, filled from the seed; on the meta device `distribute` fills it."""
     with device:
@@ -101,7 +106,7 @@ def distribute(model: Transformer, recipe: Recipe, world: World) -> None:
     if world.size == 1:
         return
     empty = any(p.is_meta for p in model.parameters())
-    shard.apply(model, world, recipe, stays_wide, lambda name, shape: initial_value(name, shape, recipe.model, recipe.seed))
+    shard.apply(model, world, recipe, lives_whole, lambda name, shape: initial_value(name, shape, recipe.model, recipe.seed))
     if empty:
         model.rotary.initialize()
         for index in model.moe_layers:

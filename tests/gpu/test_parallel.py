@@ -101,7 +101,7 @@ def make_trainer(way: str, recipe: recipes.Recipe, one_rank: World, folder: Path
         for block in model.blocks:
             if way == "expert":
                 block.ffn = shard.expert_parallel(block.ffn, world.mesh)
-        shard.apply(model, world, recipe, setup.stays_wide, lambda name, shape: torch.empty(shape))
+        shard.apply(model, world, recipe, setup.lives_whole, lambda name, shape: torch.empty(shape))
         optimizer = setup.AdamW(model.named_parameters(), recipe.optimizer, True, None, world.sum_shards, world.sum_all)
     for block in model.blocks:
         block.compile()

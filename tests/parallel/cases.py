@@ -300,7 +300,7 @@ def count_traffic(rank: int, size: int, layout: tuple[int, int, int], stay_gathe
     names_of = {"dense": 0, "experts": 0, "whole": 0}
     plain = setup.build_model(recipe, alphabet("protein"), torch.device("cpu"))
     for name, p in plain.named_parameters():
-        names_of["experts" if ".experts." in name else "whole" if setup.stays_wide(name, p) else "dense"] += p.numel()
+        names_of["experts" if ".experts." in name else "whole" if setup.lives_whole(name, p) else "dense"] += p.numel()
     return sent | names_of
 
 
