@@ -171,7 +171,9 @@ def _predicted(predicted: dict) -> RenderableType:
     used = first["assumptions"]
     fractions = ", ".join(f"{key} {used[key]:g}" for key in ("gemm", "grouped", "low_gemm", "attention_core", "memory"))
     label = f"{first['label']}: shares of published peaks {fractions}; {used['kernel_s'] * 1e6:g} us a kernel."
-    return Group(table, _notes(label, "Efficiencies: bf16 layer times of an H200; low_gemm and overlap are guesses. Not checked against whole steps."))
+    return Group(
+        table, _notes(label, "Fitted to bf16 layers of an H200, low_gemm guessed; no Blackwell was at hand, so its numbers are untested.")
+    )
 
 
 def estimate(results: dict) -> RenderableType:
