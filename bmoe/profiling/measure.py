@@ -1,14 +1,16 @@
 """Timing real training steps: the whole step without any instrument, then its parts in a pass of their own.
 
 A step is data, forward, loss, backward, clip and optimizer, as in training. `Subject` is what the caller built for it.
-The step time comes from undisturbed steps (its overhead is one clock reading a step). The parts come from separate steps
-with marks (`timeline`), and kernel and synchronisation counts from one step under torch's profiler.
+The step time comes from undisturbed steps: one mark between two steps (on CUDA an event) and no wait for the device, as in
+training. The parts come from separate steps with many marks (`timeline`), and kernel and synchronisation counts from one
+step under torch's profiler.
 """
 
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from bmoe.data.loader import TrainingLoader
 from bmoe.data.packing import Batch
 from bmoe.data.sampler import Position
 from bmoe.precision.conditions import ROW_MULTIPLE
-from bmoe.profiling.timeline import Timeline, attached
+from bmoe.profiling.timeline import Mark, Timeline, attached, between, mark
 from bmoe.profiling.work import Load, batch_parts
 from bmoe.recipe import Recipe
 
@@ -61,7 +63,8 @@ def backward(subject: Subject, batch: Batch, targets: int, share: float, timelin
     return out.counts_LE
 
 
-def _step(subject: Subject, batches: list[Batch], device: torch.device, timeline: Timeline | None = None) -> Tensor:
+def training_step(subject: Subject, batches: list[Batch], device: torch.device, timeline: Timeline | None = None) -> Tensor:
+    """One optimizer step on `batches`, as training does it. Returns counts_LE of its last batch."""
     targets, real = sum(b.targets for b in batches), [int(b.real_tokens) for b in batches]
     for batch, tokens in zip(batches, real, strict=True):
         counts_LE = backward(subject, batch.to(device), targets, tokens / sum(real), timeline)
@@ -99,37 +102,48 @@ class Steps(NamedTuple):
         return cuts[0], cuts[-1]
 
 
-def _loader(subject: Subject, shards, device: torch.device) -> TrainingLoader:
+def loader(subject: Subject, shards, device: torch.device) -> TrainingLoader:
+    """The recipe's training batches from the start."""
     return TrainingLoader(shards, subject.recipe, Position(0, 0), pin=device.type == "cuda")
 
 
 def whole_steps(subject: Subject, shards, device: torch.device, warmup: int, steps: int, limit_s: float = math.inf) -> Steps:
-    """Time `steps` steps after `warmup`, without instruments: the clock, and on CUDA one wait for the device, a step.
+    """Time `steps` steps after `warmup`, without instruments: one mark between two steps, and the clock around the loader.
 
-    After `limit_s` seconds no further step begins, but two are always taken (one if `steps` is 1).
+    As in training the host does not wait for the device, but it runs at most one step ahead of the one that is timed. After
+    `limit_s` seconds no further step begins, but two are always taken (one if `steps` is 1).
     """
     subject.model.train()
-    seconds, wait, seen = [], 0.0, []
-    with _loader(subject, shards, device) as loader:
+    ends, wait, seen = [], 0.0, []
+    with loader(subject, shards, device) as stream:
         for number in range(warmup + steps):
-            if len(seconds) >= 2 and sum(seconds) > limit_s:
+            if number == warmup:
+                ends.append(mark(device))
+            if len(ends) > 2 and _passed(ends[0], ends[-2]) > limit_s:
                 break
-            _synchronise(device)
             began = time.perf_counter()
-            batches = loader.next().batches
+            batches = stream.next().batches
             waited = time.perf_counter() - began
-            counts_LE = _step(subject, batches, device)
-            _synchronise(device)
+            counts_LE = training_step(subject, batches, device)
             if number >= warmup:
-                seconds.append(time.perf_counter() - began)
+                ends.append(mark(device))
                 wait += waited
                 seen.extend(batches)
+        synchronise(device)
+    seconds = [between(start, end) for start, end in pairwise(ends)]
     n = len(seen)
     load = Load(
         tokens=seen[0].tokens_T.numel(), real=sum(int(b.real_tokens) for b in seen) // n,
         pairs=sum(b.pairs for b in seen) / n, targets=sum(b.picked_M.numel() for b in seen) // n,
     )  # fmt: skip
     return Steps(seconds, wait / len(seconds), load, sum(b.residues for b in seen) / (load.real * n), _rectangle(seen), counts_LE.cpu())
+
+
+def _passed(start: Mark, end: Mark) -> float:
+    """Seconds between two marks; waits until the second has passed."""
+    if not isinstance(end, float):
+        end.synchronize()
+    return between(start, end)
 
 
 def _rectangle(batches: list[Batch]) -> float:
@@ -144,7 +158,8 @@ def _rectangle(batches: list[Batch]) -> float:
     return 1.0 - real / slots
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -152,11 +167,11 @@ def _synchronise(device: torch.device) -> None:
 def parts(subject: Subject, shards, device: torch.device, passes: int) -> dict[str, dict[str, float]]:
     """Part -> {forward_s, backward_s, seconds} of ONE batch (optimizer: of one step), mean over `passes` marked steps."""
     timeline, batches_seen = Timeline(device), 0
-    with _loader(subject, shards, device) as loader:
+    with loader(subject, shards, device) as stream:
         for number in range(passes + 1):
-            batches = loader.next().batches
+            batches = stream.next().batches
             with attached(subject.model, timeline):
-                _step(subject, batches, device, timeline)
+                training_step(subject, batches, device, timeline)
             if number == 0:  # the first one warms up what runs uncompiled here
                 timeline.marks.clear()
             else:
@@ -194,13 +209,13 @@ def traced(subject: Subject, shards, device: torch.device, trace: str | Path | N
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library writes start and stop to the terminal otherwise
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with _loader(subject, shards, device) as loader:
-        batches = loader.next().batches
-        _synchronise(device)
+    with loader(subject, shards, device) as stream:
+        batches = stream.next().batches
+        synchronise(device)
         with torch.profiler.profile(activities=activities) as profiler:
             began = time.perf_counter()
-            _step(subject, batches, device)
-            _synchronise(device)
+            training_step(subject, batches, device)
+            synchronise(device)
             wall = time.perf_counter() - began
     if trace is not None:
         profiler.export_chrome_trace(str(trace))

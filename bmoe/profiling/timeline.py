@@ -18,6 +18,21 @@ import torch
 from torch import Tensor, nn
 
 Key = tuple[str, str]  # (part, "forward" | "backward")
+Mark = float | torch.cuda.Event
+
+
+def mark(device: torch.device) -> Mark:
+    """This moment: on CUDA an event in the stream, which the host does not wait for; on the CPU the clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Mark, end: Mark) -> float:
+    """Seconds from one mark to a later one; on CUDA both must have passed."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 class Timeline:
@@ -25,16 +40,11 @@ class Timeline:
 
     def __init__(self, device: torch.device):
         self.device, self.phase = device, "forward"
-        self.marks: list[tuple[Key | None, float | torch.cuda.Event]] = []
+        self.marks: list[tuple[Key | None, Mark]] = []
 
     def enter(self, part: str | None) -> None:
         """From here on time belongs to `part`; None: to nobody."""
-        if self.device.type == "cuda":
-            now: float | torch.cuda.Event = torch.cuda.Event(enable_timing=True)
-            now.record()
-        else:
-            now = time.perf_counter()
-        self.marks.append((None if part is None else (part, self.phase), now))
+        self.marks.append((None if part is None else (part, self.phase), mark(self.device)))
 
     def seconds(self) -> dict[Key, float]:
         """Sum over all marks; waits for the device."""
@@ -43,7 +53,7 @@ class Timeline:
         total: dict[Key, float] = defaultdict(float)
         for (key, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             if key is not None:
-                total[key] += end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+                total[key] += between(start, end)
         return dict(total)
 
 

@@ -12,10 +12,10 @@ CPU = torch.device("cpu")
 
 def marked_step(subject, shards):
     timeline = Timeline(CPU)
-    with measure._loader(subject, shards, CPU) as loader:
+    with measure.loader(subject, shards, CPU) as loader:
         batches = loader.next().batches
     with attached(subject.model, timeline):
-        measure._step(subject, batches, CPU, timeline)
+        measure.training_step(subject, batches, CPU, timeline)
     return timeline
 
 
@@ -68,7 +68,7 @@ def test_marks_change_no_gradient_and_leave_nothing_behind(recipe_of, build, emu
         apply(subject.model, recipe.precision)
     experts = subject.model.blocks[0].ffn.experts
     had, before = "matmul" in vars(experts), experts.matmul
-    with measure._loader(subject, shards, CPU) as loader:
+    with measure.loader(subject, shards, CPU) as loader:
         batch = loader.next().batches[0]
     gradients = []
     for marks in (False, True):
