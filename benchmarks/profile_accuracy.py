@@ -315,8 +315,8 @@ def main() -> None:
             note("memory, compiled")
         rooflines(extra=True)
         note("roofline")
-        for name in names[:3]:
-            results["overhead"].append({"shape": name, **crew.alone(name, "overhead", steps=arguments.steps, blocks=3)})
+        for name in names[:2]:
+            results["overhead"].append({"shape": name, **crew.alone(name, "overhead", steps=8, blocks=3)})
         note("overhead")
         results["repeat"].append({"shape": names[1], **crew.alone(names[1], "repeat", steps=arguments.steps)})
         note("repeat")
