@@ -148,7 +148,9 @@ def profile(
     recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe; default: the flagship.")] = None,
     precision: Annotated[str | None, typer.Option("--precision", metavar="fp32|bf16|fp8_current|fp8_block|fp8_delayed|mxfp8")] = None,
     experts: Annotated[str | None, typer.Option("--experts", metavar="NAME|all", help="An implementation, or compare all.")] = None,
-    baseline: Annotated[str | None, typer.Option("--baseline", metavar="hf", help="Beside Hugging Face's model (extra hf).")] = None,
+    baseline: Annotated[str | None, typer.Option("--baseline", metavar="hf|NAME,...", help="Beside Hugging Face (extra hf).")] = None,
+    forms: Annotated[str | None, typer.Option(metavar="padded,bucketed,flattened", help="Of its batches; default: all.")] = None,
+    routing: Annotated[str | None, typer.Option(metavar="natural,balanced", help="Of that comparison; default: natural.")] = None,
     set_: SET = None,
     device: DEVICE = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Measured steps.")] = 10,
@@ -170,7 +172,10 @@ def profile(
     loaded, _ = common.load_recipe(recipe or job.FLAGSHIP, set_ or [])
     chosen, line = common.choose_device(device, None)
     console.note(line)
-    results = job.profile(loaded, device=chosen, precision=precision, experts=experts, baseline=baseline, steps=steps, trace=trace)
+    results = job.profile(
+        loaded, device=chosen, precision=precision, experts=experts, baseline=baseline, forms=forms, routing=routing,
+        steps=steps, trace=trace,
+    )  # fmt: skip
     console.show(job.report(results))
     common.write_json(json, "profile", loaded, results)
 

@@ -30,15 +30,17 @@ def build(recipe: Recipe, device: torch.device) -> profiling.Subject:
 
 
 def profile(
-    recipe: Recipe, *, device: torch.device, precision: str | None, experts: str | None, baseline: str | None, steps: int, trace: str | None
-) -> dict:
+    recipe: Recipe, *, device: torch.device, precision: str | None, experts: str | None, baseline: str | None, forms: str | None,
+    routing: str | None, steps: int, trace: str | None,
+) -> dict:  # fmt: skip
     """The results of a profile. Raises RequestError for a precision that does not exist."""
     kinds = get_args(PrecisionSection.model_fields["kind"].annotation)
     if precision is not None and precision not in kinds:
         raise RequestError(f"--precision {precision}: use one of {', '.join(kinds)}")
     return profiling.profile(
-        recipe, build, device=device, precision=precision, experts=experts, baseline=baseline, steps=steps, trace=trace
-    )
+        recipe, build, device=device, precision=precision, experts=experts, baseline=baseline, forms=forms, routing=routing,
+        steps=steps, trace=trace,
+    )  # fmt: skip
 
 
 def compare(a: str, b: str) -> dict:

@@ -1,63 +1,108 @@
-"""The other side of a ratio: whole training steps of Hugging Face's Mixtral with the recipe's dimensions.
+"""The other side of a ratio: whole training steps of Hugging Face's Mixtral with the recipe's dimensions, beside ours.
 
-Same layers, width, heads, experts, top-k and vocabulary, same sequences, same number of real tokens a step, AdamW (fused
-on CUDA, bf16 weights there) with clipping. It is a decoder: causal attention reads half of what an encoder's does.
+Same layers, width, heads, experts, top-k and vocabulary, the same sequences, AdamW (fused and on bf16 weights on CUDA) with
+clipping. It is a decoder: causal attention reads half of what an encoder's does. All are in memory at once and run in turns,
+ours at the beginning and at the end, so that the chip's clock favours none.
 
-Implementations of the experts: `loop` (transformers' `eager`), `grouped` (`grouped_mm`), `grouped-compiled` (the same with
-each layer compiled; CUDA only). Forms of the batch: `padded` (a rectangle as wide as data.max_length), `bucketed`
-(rectangles of eight sequences of like length), `flattened` (one row, positions restart). The strongest is the honest one
-to be compared with; all are given.
+Baselines
+    hf-loop              experts one after the other (transformers' `eager`)
+    hf-grouped           `grouped_mm`
+    hf-grouped-compiled  the same with each layer compiled: the strongest thing a user has (CUDA only)
+Forms of a batch, all one forward pass a step
+    padded     rectangles as wide as data.max_length, with as many sequences as ours has a step, and the collator's mask
+    bucketed   sequences of like length (sorted among those of all measured steps), as many as fill data.tokens_per_batch
+    flattened  one row of data.tokens_per_batch slots, where positions restart; on a GPU with torch's variable-length flash
+               attention, registered as transformers' own flash attention is, elsewhere with a block-diagonal mask
+Routing is `natural` (what freshly initialised routers choose) or `balanced`: rows dealt to experts in turn.
+
+Rates count residues: no padding, no <cls>, no <eos>. With several ranks each has batches of its own, theirs under FSDP2.
 """
 
-import time
-from statistics import median
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import mean, median
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from bmoe.data.loader import build_sampler
-from bmoe.data.packing import pack
+from bmoe.data.packing import SEGMENT_MULTIPLE, pack
 from bmoe.data.sampler import Position
 from bmoe.errors import RequestError
+from bmoe.model.router import Routing
+from bmoe.parallel.world import World
+from bmoe.profiling.measure import Subject, synchronise, whole_steps
+from bmoe.profiling.timeline import between, mark
 from bmoe.recipe import Recipe
 
-BUCKET = 8
+BASELINES = ("hf-loop", "hf-grouped", "hf-grouped-compiled")
+FORMS = ("padded", "bucketed", "flattened")
+ROUTINGS = ("natural", "balanced")
+WIDTH_MULTIPLE = 64  # of bucketed rectangles: few shapes, aligned rows
 NO_TARGET = -100
-Inputs = dict[str, Tensor]
+VARLEN = "bmoe_varlen"
+CAUSAL = {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
+LOOP_STEPS = 2  # measured in a pass of the slowest
+PASS_S = 8.0  # a pass of one contestant takes fewer steps rather than more time
 
 
-def mixtral(recipe: Recipe, vocabulary: int, implementation: str, device: torch.device):
-    """A Mixtral of the recipe's dimensions with random weights. Raises RequestError without transformers or experts."""
-    try:
-        from transformers import MixtralConfig, MixtralForCausalLM
-    except ModuleNotFoundError:
-        raise RequestError("--baseline hf needs the package transformers; install bmoe[hf]") from None
-    model, moe = recipe.model, recipe.model.moe
-    if moe is None:
-        raise RequestError("--baseline hf compares Mixture-of-Experts models, and model.moe is null in this recipe")
-    config = MixtralConfig(
-        vocab_size=vocabulary, hidden_size=model.width, intermediate_size=moe.expert_width, num_hidden_layers=model.layers,
-        num_attention_heads=model.heads, num_key_value_heads=model.kv_heads or model.heads, num_local_experts=moe.experts,
-        num_experts_per_tok=moe.top_k, max_position_embeddings=recipe.data.max_length, sliding_window=None,
-        attn_implementation="sdpa", use_cache=False, output_router_logits=False, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    config._experts_implementation = "eager" if implementation == "loop" else "grouped_mm"
-    torch.manual_seed(0)
-    built = MixtralForCausalLM(config).to(device).train()
-    if device.type == "cuda":
-        built = built.bfloat16()
-    if implementation == "grouped-compiled":
-        for layer in built.model.layers:
-            layer.compile()
-    return built
+# ---------------------------------------------------------------------------------------------------------------------
+# What is asked for
 
 
-def sequences(recipe: Recipe, shards, steps: int) -> list[list[np.ndarray]]:
-    """The token ids of the crops of each step's batches, as the recipe's own training sees them."""
+class Wanted(NamedTuple):
+    """Which baselines, forms of their batches, and routings are measured."""
+
+    baselines: tuple[str, ...]
+    forms: tuple[str, ...]
+    routings: tuple[str, ...]
+
+
+def wanted(baseline: str | None, forms: str | None, routing: str | None, device: torch.device) -> Wanted | None:
+    """The lists of --baseline, --forms and --routing, or None without a baseline. `hf` stands for all baselines that run on
+    `device`. Raises RequestError."""
+    if baseline is None:
+        if forms or routing:
+            raise RequestError(f"{'--forms' if forms else '--routing'} is of a comparison; add --baseline hf")
+        return None
+    here = BASELINES if device.type == "cuda" else BASELINES[:2]
+    names = here if baseline == "hf" else _listed("--baseline", baseline, BASELINES, "hf for all, or ")
+    if "hf-grouped-compiled" in names and device.type != "cuda":
+        raise RequestError("--baseline hf-grouped-compiled is compiled for GPUs; on the CPU use hf-grouped, hf-loop or hf")
+    listed_forms = FORMS if forms is None else _listed("--forms", forms, FORMS)
+    return Wanted(names, listed_forms, ROUTINGS[:1] if routing is None else _listed("--routing", routing, ROUTINGS))
+
+
+def _listed(flag: str, text: str, known: Sequence[str], also: str = "") -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise RequestError(f"{flag} {name or text}: use {also}one or more of {', '.join(known)}, separated by commas")
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+class Feed(NamedTuple):
+    """One forward pass, and how many real tokens, residues and slots are in it."""
+
+    inputs: dict[str, Tensor | int]
+    tokens: int
+    residues: int
+    slots: int
+
+
+def sequences(recipe: Recipe, shards, batches: int) -> list[list[np.ndarray]]:
+    """The token ids of the crops of each batch, as the recipe's own training sees them."""
     stream = build_sampler(shards, recipe, recipe.seed).batches(Position(0, 0), recipe.data.tokens_per_batch)
     found = []
-    for _ in range(steps):
+    for _ in range(batches):
         crops, _ = next(stream)
         packed = pack(shards, crops, recipe.data.tokens_per_batch, recipe.seed)
         ends = np.cumsum(crops.slots)
@@ -65,72 +110,366 @@ def sequences(recipe: Recipe, shards, steps: int) -> list[list[np.ndarray]]:
     return found
 
 
-def _rectangle(rows: list[np.ndarray], width: int) -> Inputs:
+def feeds(recipe: Recipe, shards, form: str, steps: int, world: World) -> list[Feed]:
+    """This rank's forward passes of about `steps` steps, the same number on every rank."""
+    batches = sequences(recipe, shards, steps * world.size)
+    slots, longest = recipe.data.tokens_per_batch, recipe.data.max_length
+    rows = [row for batch in batches for row in batch]
+    if form == "padded":
+        count = max(1, len(rows) // len(batches))
+        cut = [(group, _rectangle(group, longest)) for group in (rows[i * count : (i + 1) * count] for i in range(len(batches)))]
+    elif form == "bucketed":
+        cut = [(group, _rectangle(group, width)) for group, width in _buckets(rows, slots, longest)]
+    else:
+        cut = [(group, _flat(group, slots, longest)) for group in batches]
+    special = [shards.alphabet.cls_id, shards.alphabet.eos_id]
+    passes = []
+    for group, inputs in cut[world.rank :: world.size][: len(cut) // world.size]:
+        if world.device.type == "cuda":
+            inputs = {k: v.pin_memory() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        residues = sum(int((~np.isin(row, special)).sum()) for row in group)
+        passes.append(Feed(inputs, sum(map(len, group)), residues, inputs["input_ids"].numel()))
+    return passes
+
+
+def _buckets(rows: list[np.ndarray], slots: int, longest: int) -> list[tuple[list[np.ndarray], int]]:
+    """Sequences of like length, and the width of their rectangle: as many as fit `slots`."""
+    found: list[tuple[list[np.ndarray], int]] = []
+    group: list[np.ndarray] = []
+    for row in sorted(rows, key=len, reverse=True):
+        width = min(longest, -(-len(group[0] if group else row) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+        if group and width * (len(group) + 1) > slots:
+            found.append((group, width))
+            group = []
+        group.append(row)
+    width = min(longest, -(-len(group[0]) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+    return [*found, (group, width)]
+
+
+def _rectangle(rows: list[np.ndarray], width: int) -> dict[str, Tensor]:
     ids = np.zeros((len(rows), width), np.int64)
     mask = np.zeros((len(rows), width), np.int64)
     for i, row in enumerate(rows):
         ids[i, : row.size], mask[i, : row.size] = row, 1
     labels = np.where(mask == 1, ids, NO_TARGET)
-    return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask), "labels": torch.from_numpy(labels)}
+    full = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+    return full if mask.all() else {**full, "attention_mask": torch.from_numpy(mask)}
 
 
-def form_batches(rows: list[np.ndarray], form: str, max_length: int) -> list[Inputs]:
-    """The forward passes of one batch's sequences in a form: padded, bucketed or flattened."""
-    if form == "padded":
-        return [_rectangle(rows, max_length)]
-    if form == "bucketed":
-        ordered = sorted(rows, key=len)
-        groups = [ordered[i : i + BUCKET] for i in range(0, len(ordered), BUCKET)]
-        return [_rectangle(group, max(map(len, group))) for group in groups]
-    ids = torch.from_numpy(np.concatenate(rows))[None]
-    positions = torch.from_numpy(np.concatenate([np.arange(row.size) for row in rows]))[None]
-    return [{"input_ids": ids, "position_ids": positions, "labels": ids}]
+def _flat(rows: list[np.ndarray], slots: int, longest: int) -> dict[str, Tensor | int]:
+    """One row; what the sequences leave of `slots` is a sequence of its own without targets, so that shapes are static."""
+    tail = np.zeros(slots - sum(map(len, rows)), np.int64)
+    parts = [*rows, tail] if tail.size else rows
+    labels = [np.concatenate([[NO_TARGET], row[1:]]) for row in rows] + [np.full_like(tail, NO_TARGET)]
+    ends = np.cumsum([part.size for part in parts])
+    bounds = np.full(-(-(ends.size + 1) // SEGMENT_MULTIPLE) * SEGMENT_MULTIPLE, slots, np.int32)
+    bounds[0], bounds[1 : ends.size + 1] = 0, ends
+    return {
+        "input_ids": torch.from_numpy(np.concatenate(parts))[None],
+        "position_ids": torch.from_numpy(np.concatenate([np.arange(part.size) for part in parts]))[None],
+        "labels": torch.from_numpy(np.concatenate(labels))[None],
+        "cu_seq_lens_q": torch.from_numpy(bounds),
+        "max_length_q": max(longest, tail.size),
+    }
 
 
-def _time(model, optimizer, batches: list[list[Inputs]], device: torch.device, warmup: int) -> list[float]:
-    """Seconds of each step after `warmup`; every entry of `batches` is one step."""
-    seconds = []
-    for number, inputs in enumerate(batches):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        for part in inputs:
-            model(**{k: v.to(device) for k, v in part.items()}).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number >= warmup:
-            seconds.append(time.perf_counter() - began)
-    return seconds
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
 
 
-def against(recipe: Recipe, tokens_per_s: float, shards, device: torch.device, steps: int) -> dict:
-    """{baseline: {variant: {step_s, tokens_per_s}}, ratios: {variant: ours / theirs}} in real tokens per second.
+class Forced:
+    """Balanced routing by hooks: while `on`, routed row i goes to expert i mod E, with the weight the router gave.
 
-    `tokens_per_s`: ours, of the same recipe with one batch a step.
+    A switch on the device, so that compiled layers serve both routings. Install before the first forward pass.
     """
-    implementations = ["loop", "grouped"] + (["grouped-compiled"] if device.type == "cuda" else [])
-    warmup = 3 if device.type == "cuda" else 1
-    rows = sequences(recipe, shards, warmup + steps)
-    real = sum(sum(map(len, step)) for step in rows[warmup:]) / steps
-    baseline, ratios = {}, {}
-    for implementation in implementations:
-        model = mixtral(recipe, shards.alphabet.size, implementation, device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-        for form in ("padded", "bucketed", "flattened"):
-            name = f"hf-{implementation} {form}"
-            batches = [form_batches(step, form, recipe.data.max_length) for step in rows]
-            try:
-                taken = median(_time(model, optimizer, batches, device, warmup))
-            except torch.cuda.OutOfMemoryError:
-                baseline[name] = {"step_s": None, "tokens_per_s": None, "label": "out of memory"}
-                optimizer.zero_grad(set_to_none=True)
-                continue
-            baseline[name] = {"step_s": taken, "tokens_per_s": real / taken}
-            ratios[name] = tokens_per_s / (real / taken)
-        del model, optimizer
+
+    def __init__(self, device: torch.device):
+        self.on = torch.zeros((), dtype=torch.bool, device=device)
+
+    def install(self, model: nn.Module) -> None:
+        """On our model, or on a Mixtral."""
+        if hasattr(model, "blocks"):
+            for index in model.moe_layers:
+                model.blocks[index].ffn.router.register_forward_hook(self._ours)
+        else:
+            for layer in model.model.layers:
+                layer.mlp.gate.register_forward_hook(self._theirs)
+
+    def _in_turn(self, chosen_TK: Tensor, experts: int) -> Tensor:
+        in_turn_TK = torch.arange(chosen_TK.numel(), device=chosen_TK.device).view_as(chosen_TK) % experts
+        return torch.where(self.on, in_turn_TK.to(chosen_TK.dtype), chosen_TK)
+
+    def _theirs(self, gate: nn.Module, _: tuple, output: tuple) -> tuple:
+        return *output[:2], self._in_turn(output[2], gate.num_experts)
+
+    def _ours(self, router: nn.Module, inputs: tuple, routing: Routing) -> Routing:
+        real_T = inputs[1].real_T
+        experts_TK = self._in_turn(routing.experts_TK, router.experts)
+        experts_TK = torch.where(real_T[:, None], experts_TK, router.experts)
+        ids_E = torch.arange(router.experts, device=experts_TK.device)
+        dealt_E = (real_T.sum() * router.top_k - 1 - ids_E).div(router.experts, rounding_mode="floor") + 1
+        counts_E = torch.where(self.on, dealt_E.to(routing.counts_E.dtype), routing.counts_E)
+        return Routing(experts_TK, routing.weights_TK, routing.balance, routing.z, counts_E)
+
+
+def mixtral(recipe: Recipe, vocabulary: int, name: str, device: torch.device) -> nn.Module:
+    """A Mixtral of the recipe's dimensions with random weights. Raises RequestError without transformers or experts."""
+    try:
+        from transformers import AttentionInterface, MixtralConfig, MixtralForCausalLM
+    except ModuleNotFoundError:
+        raise RequestError("--baseline hf needs the package transformers; install bmoe[hf]") from None
+    model, moe = recipe.model, recipe.model.moe
+    if moe is None:
+        raise RequestError("--baseline hf compares Mixture-of-Experts models, and model.moe is null in this recipe")
+    AttentionInterface.register(VARLEN, _varlen)
+    config = MixtralConfig(
+        vocab_size=vocabulary, hidden_size=model.width, intermediate_size=moe.expert_width, num_hidden_layers=model.layers,
+        num_attention_heads=model.heads, num_key_value_heads=model.kv_heads or model.heads, num_local_experts=moe.experts,
+        num_experts_per_tok=moe.top_k, max_position_embeddings=recipe.data.max_length, sliding_window=None,
+        attn_implementation="sdpa", use_cache=False, output_router_logits=False, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    config._experts_implementation = "eager" if name == "hf-loop" else "grouped_mm"
+    torch.manual_seed(0)
+    with device:
+        built = MixtralForCausalLM(config).train()
+    return built.bfloat16() if device.type == "cuda" else built
+
+
+def _varlen(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor, max_length_q: int, **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """torch's variable-length flash attention under the interface of transformers: [1, H, T, d] -> [1, T, H, d]."""
+    q_THd, k_TGd, v_TGd = (x[0].transpose(0, 1) for x in (query, key, value))
+    repeats = q_THd.shape[1] // k_TGd.shape[1]
+    if repeats > 1:
+        k_TGd, v_TGd = k_TGd.repeat_interleave(repeats, dim=1), v_TGd.repeat_interleave(repeats, dim=1)
+    out_THd = varlen_attn(q_THd, k_TGd, v_TGd, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **CAUSAL)
+    return out_THd[None], None
+
+
+def spread(model: nn.Module) -> None:
+    """FSDP2 over all ranks, a layer a unit, gradients reduced in their own dtype. In place."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Contestants
+
+
+class Step(NamedTuple):
+    """One measured step of all ranks: seconds (of the slowest), real tokens, residues and slots (of all)."""
+
+    seconds: float
+    tokens: float
+    residues: float
+    slots: float
+
+
+class Contestant(Protocol):
+    """Something that trains on the recipe's sequences.
+
+    form_names: the forms of its batches. resident: bytes on the device between steps. `steps` runs a pass; `first` is
+    whether it is the first of its form, which compiles.
+    """
+
+    name: str
+    form_names: tuple[str, ...]
+    resident: int
+
+    def steps(self, form: str, first: bool) -> list[Step]: ...
+
+
+class HuggingFace:
+    """One of BASELINES."""
+
+    def __init__(self, name: str, recipe: Recipe, shards, form_names: tuple[str, ...], steps: int, world: World, forced: Forced | None):
+        before = allocated(world.device)
+        self.name, self.form_names, self.world = name, form_names, world
+        self.model = mixtral(recipe, shards.alphabet.size, name, world.device)
+        if forced:
+            forced.install(self.model)
+        layers = self.model.model.layers
+        if name == "hf-grouped-compiled":
+            for index, layer in enumerate(layers):
+                layers[index] = torch.compile(layer)  # as a module of its own: FSDP2's hooks stay outside
+        if world.size > 1:
+            spread(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=world.device.type == "cuda")
+        self.feeds = {form: feeds(recipe, shards, form, steps, world) for form in form_names}
+        for parameter in self.model.parameters():  # the moments exist from the start, so that `resident` counts them
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.resident = allocated(world.device) - before
+
+    def steps(self, form: str, first: bool) -> list[Step]:
+        device, feeds = self.world.device, self.feeds[form]
+        flash = form == "flattened" and device.type == "cuda"
+        self.model.config._attn_implementation = VARLEN if flash else "sdpa"
+        if first:
+            for feed in _spaced(feeds, 3) if device.type == "cuda" else feeds[:1]:  # the shapes, so that all are compiled
+                self._train(feed, flash)
+        if first or device.type == "cuda":
+            once = timed_steps(self._trainer(flash), feeds[:1], self.world)[0].seconds
+        if first:
+            most = LOOP_STEPS if self.name == "hf-loop" else len(feeds)
+            feeds = self.feeds[form] = _spaced(feeds, max(1, min(most, int(PASS_S / once))))
+        return timed_steps(self._trainer(flash), feeds, self.world)
+
+    def _trainer(self, flash: bool) -> Callable[[Feed], None]:
+        return lambda feed: self._train(feed, flash)
+
+    def _train(self, feed: Feed, flash: bool) -> None:
+        left_out = () if flash else ("cu_seq_lens_q", "max_length_q")
+        inputs = {k: _there(v, self.world.device) for k, v in feed.inputs.items() if k not in left_out}
+        self.model(**inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _there(value: Tensor | int, device: torch.device) -> Tensor | int:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+class Ours:
+    """One of our implementations of the experts on one device; its batches are packed."""
+
+    form_names = ("packed",)
+
+    def __init__(self, subject: Subject, shards, device: torch.device, steps: int, resident: int):
+        self.subject, self.shards, self.device, self.count, self.resident = subject, shards, device, steps, resident
+        self.name = f"bmoe-{subject.recipe.backend.experts}"
+
+    def steps(self, form: str, first: bool) -> list[Step]:
+        warmup = (4 if first else 1) if self.device.type == "cuda" else int(first)
+        taken = whole_steps(self.subject, self.shards, self.device, warmup, self.count, PASS_S)
+        load = taken.load
+        return [Step(seconds, load.real, load.real * taken.residue_share, load.tokens) for seconds in taken.seconds]
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of tensors on a GPU; 0 elsewhere, where they are not counted."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def timed_steps(train: Callable[[Feed], object], feeds: Sequence[Feed], world: World) -> list[Step]:
+    """Train on each feed; between two steps lies a mark, and the host does not wait. Of each step the time of the slowest
+    rank, and the sum over ranks of what they saw."""
+    synchronise(world.device)
+    world.barrier()
+    marks = [mark(world.device)]
+    for feed in feeds:
+        train(feed)
+        marks.append(mark(world.device))
+    synchronise(world.device)
+    here = {"dtype": torch.float64, "device": world.device}
+    seconds = world.max(torch.tensor([between(*both) for both in pairwise(marks)], **here)).tolist()
+    seen = world.sum(torch.tensor([[feed.tokens, feed.residues, feed.slots] for feed in feeds], **here)).tolist()
+    return [Step(*numbers) for numbers in zip(seconds, *zip(*seen, strict=True), strict=True)]
+
+
+def _spaced(items: list, count: int) -> list:
+    """`count` of them, evenly spaced, the first and the last included."""
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(count, len(items))).round().astype(int))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The race
+
+
+class Lane:
+    """What one contestant did with one form and routing: `passes`, each a list of steps, and the peak in bytes."""
+
+    def __init__(self, contestant: Contestant, form: str, routing: str):
+        self.contestant, self.form, self.routing = contestant, form, routing
+        self.passes: list[list[Step]] = []
+        self.peak = 0
+        self.out_of_memory = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.contestant.name} {self.form} {self.routing}"
+
+    def run(self, first: bool, device: torch.device) -> None:
+        if self.out_of_memory:
+            return
+        before = allocated(device)
         if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            steps = self.contestant.steps(self.form, first)
+        except torch.cuda.OutOfMemoryError:
+            self.out_of_memory = True
             torch.cuda.empty_cache()
-    return {"baseline": baseline, "ratios": ratios}
+            return
+        if not first:
+            self.passes.append(steps)
+        if device.type == "cuda" and not first:
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(device) - before + self.contestant.resident)
+
+    def row(self) -> dict:
+        """The numbers of --json: means over the steps of a pass of their medians over passes."""
+        if not self.passes:
+            return {"step_s": None, "tokens_per_s": None, "residues_per_s": None, "label": "out of memory"}
+        each = list(zip(*self.passes, strict=False))
+        step_s = mean(median(step.seconds for step in same) for same in each)
+        tokens, residues, slots = (mean(getattr(same[0], name) for same in each) for name in ("tokens", "residues", "slots"))
+        means = [mean(step.seconds for step in one) for one in self.passes]
+        return {
+            "step_s": step_s, "step_s_low": min(means), "step_s_high": max(means), "passes_s": means,
+            "steps": sum(map(len, self.passes)), "tokens_per_s": tokens / step_s, "residues_per_s": residues / step_s,
+            "tokens_per_step": tokens, "fill": tokens / slots, "peak_memory_gib": self.peak / 2**30 if self.peak else None,
+        }  # fmt: skip
+
+
+def race(
+    ours: list[Contestant], theirs: list[Contestant], routings: Sequence[str], forced: Forced | None, device: torch.device
+) -> list[Lane]:
+    """Every contestant in every form and routing, in turns, ours first and last.
+
+    On a GPU two passes of each, and a third of ours; one of each on the CPU, whose clock does not drift so.
+    """
+    lanes = [Lane(c, form, routing) for routing in routings for c in (*ours, *theirs) for form in c.form_names]
+    seen = set()
+
+    def run(lane: Lane, first: bool) -> None:
+        if forced:
+            forced.on.fill_(lane.routing == "balanced")
+        lane.run(first, device)
+
+    for lane in lanes:  # one program serves both routings
+        if (lane.contestant.name, lane.form) not in seen:
+            run(lane, first=True)
+        seen.add((lane.contestant.name, lane.form))
+    for _ in range(2 if device.type == "cuda" else 1):
+        for lane in lanes:
+            run(lane, first=False)
+    for lane in lanes:
+        if lane.contestant in ours and device.type == "cuda":
+            run(lane, first=False)
+    return lanes
+
+
+def results_of(lanes: list[Lane], reference: str) -> dict:
+    """{baseline: {"NAME FORM ROUTING": row}, ratios: the same keys -> residues/s of `reference` over theirs}."""
+    rows = {lane.key: lane.row() for lane in lanes}
+    ratios = {}
+    for lane in lanes:
+        rate, mine = rows[lane.key]["residues_per_s"], rows[f"{reference} packed {lane.routing}"]["residues_per_s"]
+        if rate and mine and lane.contestant.name in BASELINES:
+            ratios[lane.key] = mine / rate
+    return {"baseline": rows, "ratios": ratios}
+
+
+def against(ours: list[Ours], shards, device: torch.device, asked: Wanted, steps: int, forced: Forced | None) -> dict:
+    """Ours beside Hugging Face's models of the same dimensions; ratios refer to the first of ours. `forced` is installed in
+    ours if balanced routing is asked for. Returns baseline and ratios, as `results_of`."""
+    recipe, world = ours[0].subject.recipe, World(device)
+    theirs = [HuggingFace(name, recipe, shards, asked.forms, steps, world, forced) for name in asked.baselines]
+    return results_of(race(ours, theirs, asked.routings, forced, device), ours[0].name)

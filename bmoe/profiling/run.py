@@ -13,6 +13,7 @@ from bmoe.errors import RequestError
 from bmoe.model import counts
 from bmoe.precision import conditions, machine
 from bmoe.profiling import ceilings, measure, memory, numerics
+from bmoe.profiling.baseline import Forced, Ours, against, allocated, wanted
 from bmoe.profiling.estimate import expected_load, open_data, predictions, with_values
 from bmoe.profiling.measure import Build, Steps, Subject
 from bmoe.profiling.work import Load, model_flops, parameters
@@ -29,10 +30,10 @@ def _available_gib(device: torch.device) -> float:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / memory.GIB
 
 
-def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: float) -> Recipe:
+def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: float, beside: int = 0) -> Recipe:
     """The part of the recipe that this machine measures in about `SECONDS`: all of it, or fewer tokens, then fewer layers.
 
-    A step has at most two batches, enough to see gradients accumulate.
+    A step has at most two batches, enough to see gradients accumulate. `beside`: models of this size that are in memory too.
     """
     batches = max(1, recipe.training.tokens_per_step // recipe.data.tokens_per_batch)
     letters = shards.alphabet.size
@@ -49,7 +50,8 @@ def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: fl
         share = 0.5 if device.type == "cuda" else 0.3  # of the ceiling, cautiously
         seconds = model_flops(small.model, letters, load) * min(batches, 2) / (tflops * 1e12 * share)
         seconds += sum(parameters(small.model, letters)) * (1e-11 if device.type == "cuda" else 1e-7)
-        peak = memory.by_category(small, letters, load)["peak"]
+        gib = memory.by_category(small, letters, load)
+        peak = gib["peak"] + beside * (gib["weights"] + gib["optimizer"])
         return seconds * (steps + WARMUP[device.type] + 3) > SECONDS or peak > 0.9 * _available_gib(device)
 
     small = shrunk()
@@ -137,13 +139,9 @@ def _memory(subject: Subject, load: Load, vocabulary: int, device: torch.device)
     return found
 
 
-def _measured(recipe: Recipe, build: Build, shards, device: torch.device, steps: int, ceiling: dict, trace: str | None) -> dict:
+def _measured(recipe: Recipe, subject: Subject, shards, device: torch.device, steps: int, ceiling: dict, trace: str | None) -> dict:
     """The measured half of a profile."""
     vocabulary, full = shards.alphabet.size, expected_load(recipe, shards)
-    small = reduced(recipe, shards, device, steps, ceiling["matmul_tflops"])
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    subject = build(small, device)
     small = subject.recipe
     undisturbed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps, SECONDS)
     memory_gib = _memory(subject, undisturbed.load, vocabulary, device)
@@ -211,12 +209,13 @@ def implementations(recipe: Recipe, device: torch.device, te_runs: bool) -> list
 
 def profile(
     recipe: Recipe, build: Build, *, device: torch.device, precision: str | None = None, experts: str | None = None,
-    baseline: str | None = None, steps: int = 10, trace: str | None = None,
+    baseline: str | None = None, forms: str | None = None, routing: str | None = None, steps: int = 10, trace: str | None = None,
 ) -> dict:  # fmt: skip
     """Profile a recipe. Returns the results of `--json`; `render.report` shows them.
 
     `build(recipe, device)` makes the Subject (a resolved recipe's model and optimizer, compiled if it says so). `experts`:
-    an implementation, or `all` to compare those that run here on the same weights and batches. `baseline`: `hf`.
+    an implementation, or `all` to compare those that run here on the same weights and batches. `baseline`, `forms`,
+    `routing`: what `baseline.wanted` reads.
     """
     if precision:
         recipe = with_values(recipe, "precision", kind=precision)
@@ -224,8 +223,7 @@ def profile(
         recipe = with_values(recipe, "backend", experts=experts)
     if experts == "all" and recipe.model.moe is None:
         raise RequestError("--experts all: this recipe has no experts (model.moe is null); leave the flag out")
-    if baseline not in (None, "hf"):
-        raise RequestError(f"--baseline {baseline}: the only baseline is hf, Hugging Face's Mixtral of the recipe's dimensions")
+    asked = wanted(baseline, forms, routing, device)
     here = machine.probe(device)
     kind = recipe.precision.kind
     lacking = [] if recipe.precision.emulate else conditions.unmet(kind, here, recipe.model)
@@ -244,28 +242,45 @@ def profile(
         results["emulated"] = numerics.emulated(recipe, shards, device, ceiling32["matmul_tflops"])
         results["predicted"] = predictions(recipe, shards, here.device)
         return results
-    results |= _measured(recipe, build, shards, device, steps, ceiling, trace)
+    names = implementations(recipe, device, not conditions.unmet("fp8_current", here, recipe.model)) if experts == "all" else []
+    forced = Forced(device) if asked and "balanced" in asked.routings else None
+    small = reduced(recipe, shards, device, steps, tflops)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    built = contestant(small, build, shards, device, steps, forced)
+    results |= _measured(recipe, built.subject, shards, device, steps, ceiling, trace)
     results["predicted"] = predictions(recipe, shards, here.device)
     for chip in results["predicted"].values():
         if chip["this_machine"]:
             chip["error"] = chip["step_s"] / results["step_s"] - 1
-    if experts == "all":
-        te_runs = not conditions.unmet("fp8_current", here, recipe.model)
-        results |= compare_experts(recipe, build, shards, device, steps, ceiling, implementations(recipe, device, te_runs))
+    if asked:
+        single = with_values(recipe, "training", tokens_per_step=recipe.data.tokens_per_batch)
+        single = reduced(single, shards, device, steps, tflops, len(asked.baselines) + max(0, len(names) - 1))
+        ours = [built if single == small else contestant(single, build, shards, device, steps, forced)]
+        del built
+        others = [with_values(single, "backend", experts=name) for name in names if name != results["experts"]]
+        ours += [contestant(other, build, shards, device, steps, forced) for other in others]
+        found = against(ours, shards, device, asked, steps, forced)
+        results |= {"baseline": found["baseline"]}
+        results["ratios"] |= found["ratios"]
+        if names:
+            runs = [found["baseline"][f"{one.name} packed {asked.routings[0]}"] for one in ours]
+            results["experts_compared"] = {one.subject.recipe.backend.experts: run for one, run in zip(ours, runs, strict=True)}
+    elif names:
+        results |= compare_experts(recipe, build, shards, device, steps, ceiling, names)
+    if names:
         runs = results["experts_compared"]
         results["ratios"] |= {f"experts {name}": run["step_s"] / runs[results["experts"]]["step_s"] for name, run in runs.items()}
-    if baseline == "hf":
-        from bmoe.profiling import baseline as hugging_face
-
-        few = min(steps, 5)
-        single = reduced(with_values(recipe, "training", tokens_per_step=recipe.data.tokens_per_batch), shards, device, few, tflops)
-        subject = build(single, device)
-        ours = measure.whole_steps(subject, shards, device, WARMUP[device.type], few, SECONDS)
-        del subject
-        other = hugging_face.against(single, ours.load.real / ours.middle, shards, device, few)
-        results["ratios"] |= other["ratios"]
-        results["baseline"] = other["baseline"] | {"ours": {"step_s": ours.middle, "tokens_per_s": ours.load.real / ours.middle}}
     return results
+
+
+def contestant(recipe: Recipe, build: Build, shards, device: torch.device, steps: int, forced: Forced | None) -> Ours:
+    """Our model of a recipe, ready to be timed."""
+    before = allocated(device)
+    subject = build(recipe, device)
+    if forced:
+        forced.install(subject.model)
+    return Ours(subject, shards, device, steps, allocated(device) - before)
 
 
 def compare_experts(recipe: Recipe, build: Build, shards, device: torch.device, steps: int, ceiling: dict, names: list[str]) -> dict:

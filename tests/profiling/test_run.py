@@ -60,7 +60,7 @@ def test_implementations_are_compared(recipe_of, build):
 def test_wrong_requests(recipe_of, build):
     with pytest.raises(RequestError, match="model.moe is null"):
         profile(recipe_of(model={"moe": None}), build, device=CPU, experts="all")
-    with pytest.raises(RequestError, match="only baseline is hf"):
+    with pytest.raises(RequestError, match="--baseline jax: use hf for all"):
         profile(recipe_of(), build, device=CPU, baseline="jax")
 
 
