@@ -141,6 +141,7 @@ class BackendSection(Section):
     attention: Literal["auto", "sdpa", "varlen"] = Field("auto", description="per-sequence SDPA, or torch's variable-length flash")
     compile: Literal["auto", True, False] = Field("auto", description="torch.compile of the layers; auto: GPU yes, CPU no")
     recompute: Literal["none", "experts", "full"] = Field("none", description="activations computed again in the backward pass")
+    graphs: Literal["auto", True, False] = Field("auto", description="steps replayed as CUDA graphs; auto: on one GPU, where nothing waits")
 
 
 class ParallelSection(Section):

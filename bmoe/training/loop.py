@@ -1,9 +1,4 @@
-"""The training loop: accumulate -> global norm -> clip -> optimizer -> router bias -> schedule -> log.
-
-The loss of a step is the SUM of cross entropies over the targets of all its batches on all ranks, divided once by their
-number. Balance and z-loss are per layer and per batch, averaged over the step's batches weighted by real tokens, summed
-over layers, times their coefficients. Nothing else divides anything, so the loss does not depend on the layout.
-"""
+"""The training loop: accumulate -> global norm -> clip -> optimizer -> router bias -> schedule -> log."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +8,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmoe.data.loader import TrainingLoader
@@ -24,7 +18,6 @@ from bmoe.model.load import LOAD_KEYS, load_statistics
 from bmoe.parallel import shard
 from bmoe.parallel.watchdog import Watchdog
 from bmoe.parallel.world import World
-from bmoe.precision.conditions import ROW_MULTIPLE
 from bmoe.precision.statistics import Recorder, recording
 from bmoe.recipe import Recipe
 from bmoe.training.checkpoint import Checkpoints, newest_whole, torch_facts
@@ -32,6 +25,7 @@ from bmoe.training.guards import Spikes, check_replicas, save_batches
 from bmoe.training.metrics import MetricsLog, per_layer
 from bmoe.training.optimizer import AdamW, learning_rate
 from bmoe.training.state import Progress, each_tensor
+from bmoe.training.step import Stepper, StepSums
 from bmoe.training.stopping import Limits, Stopping
 
 
@@ -49,17 +43,6 @@ class Outcome:
     step: int
     signal: int
     finished: bool
-
-
-@dataclass
-class StepSums:
-    """Sums of one optimizer step over this rank's batches, on the device."""
-
-    loss: Tensor
-    balance_L: Tensor
-    z_L: Tensor
-    counts_LE: Tensor
-    padding_L: Tensor  # rows that the experts' kernels add so that each expert's rows are a multiple
 
 
 class Trainer:
@@ -91,7 +74,7 @@ class Trainer:
         self.saved_step = progress.step
         self.valid_loss: float | None = None  # of the step, if it was validated
         self.spikes = Spikes()
-        self.row_multiple = ROW_MULTIPLE.get(recipe.precision.kind, 1) if recipe.backend.experts == "te" else 1
+        self.stepper = Stepper(recipe, model, optimizer, world.device)
         self.stay_gathered = shard.fits_gathered(model, recipe, world.device)
 
     def run(self, limits: Limits) -> Outcome:
@@ -147,10 +130,10 @@ class Trainer:
         for number, batch in enumerate(batches):
             if self.stay_gathered:
                 shard.begin_batch(self.model, last=number == len(batches) - 1)
-            part = self._backward(batch.to(device), totals, jitter_key=self._jitter_key(step, number))
-            sums = part if sums is None else StepSums(*(a + b for a, b in zip(vars(sums).values(), vars(part).values(), strict=True)))
+            part = self.stepper.backward(batch, totals, self._jitter_key(step, number))
+            sums = part if sums is None else sums + part
         before = self.optimizer.skipped.clone() if self._bias_rate else None
-        norm = self.optimizer.step(lr)
+        norm = self.stepper.update(lr)
         if self._bias_rate:
             taken = (self.optimizer.skipped == before).to(torch.float32)
             self.model.update_router_bias(self.world.sum(sums.counts_LE.clone()), self._bias_rate * taken)
@@ -175,25 +158,6 @@ class Trainer:
         batch = step * per_step + number * self.world.size + self.world.rank
         return (self.recipe.seed * 1_000_003 + batch) % 2**32
 
-    def _backward(self, batch: Batch, totals: Tensor, jitter_key: int | None) -> StepSums:
-        out = self.model(**batch.model_inputs(), jitter_key=jitter_key)
-        logits = out.logits.float() if out.logits.dtype == torch.bfloat16 else out.logits
-        entropy = F.cross_entropy(logits, batch.picked_M, ignore_index=-100, reduction="sum")
-        targets, real = totals[0].clamp(min=1), totals[1]
-        loss = entropy / targets
-        share = batch.real_tokens.to(out.balance_L.dtype) / real
-        moe = self.recipe.model.moe
-        if moe:
-            loss = loss + share * (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum())
-        loss.backward()
-        return StepSums(
-            entropy.detach() / targets,
-            out.balance_L.detach() * share,
-            out.z_L.detach() * share,
-            out.counts_LE,
-            torch.remainder(-out.counts_LE, self.row_multiple).sum(-1),
-        )
-
     def _report(
         self,
         step: int,
@@ -207,19 +171,16 @@ class Trainer:
         recorder: Recorder | None,
     ) -> None:
         """Log a step; the only place where the host waits for the device."""
-        wide = torch.cat([x.reshape(-1).to(torch.float64) for x in (sums.loss, sums.balance_L, sums.z_L, sums.padding_L, sums.counts_LE)])
-        flat = self.world.sum(wide).cpu()
+        sums = StepSums(self.world.sum(sums.flat.to(torch.float64)).cpu(), sums.layers, sums.experts)
         norm_value, in_a_row = float(norm), int(self.optimizer.skipped_in_a_row)
         seconds, window_totals = window.close()
         _, tokens, residues, _ = window_totals
         self.progress.tokens += tokens
-        layers = sums.balance_L.numel()
-        counts_LE = flat[1 + 3 * layers :].reshape(sums.counts_LE.shape).numpy()
-        loads = [load_statistics(counts_E) for counts_E in counts_LE]
+        loads = [load_statistics(counts_E) for counts_E in sums.counts_LE.numpy()]
         moe_layers, depth = self.model.moe_layers, self.recipe.model.layers
         record = {
             "step": step,
-            "loss": float(flat[0]),
+            "loss": float(sums.loss),
             "lr": lr,
             "grad_norm": norm_value,
             "tokens": self.progress.tokens,
@@ -231,9 +192,9 @@ class Trainer:
             "peak_memory_gib": peak_memory_gib(self.world.device),
             "fill": int(totals[1]) / self.recipe.training.tokens_per_step,
             "skipped_steps": int(self.optimizer.skipped),
-            "balance_loss": per_layer(flat[1 : 1 + layers].tolist(), moe_layers, depth),
-            "z_loss": per_layer(flat[1 + layers : 1 + 2 * layers].tolist(), moe_layers, depth),
-            "padding_rows": per_layer(flat[1 + 2 * layers : 1 + 3 * layers].int().tolist(), moe_layers, depth),
+            "balance_loss": per_layer(sums.balance_L.tolist(), moe_layers, depth),
+            "z_loss": per_layer(sums.z_L.tolist(), moe_layers, depth),
+            "padding_rows": per_layer(sums.padding_L.int().tolist(), moe_layers, depth),
             **{key: per_layer([load[key] for load in loads], moe_layers, depth) for key in LOAD_KEYS},
         }
         self._stop_if_broken(step, in_a_row, batches)

@@ -63,13 +63,13 @@ class AdamW:
         reduce: Callable[[Tensor], Tensor] = lambda x: x,
         sum_whole: Callable[[list[Tensor]], None] = lambda gradients: None,
     ):
-        self.section, self.reduce, self.sum_whole = section, reduce, sum_whole
+        self.section, self.accumulate, self.reduce, self.sum_whole = section, accumulate, reduce, sum_whole
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.low: dict[str, Tensor] = {}
         self.m: dict[str, Tensor] = {}
         self.v: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
-        self.step_count = 0  # host count of attempted steps; the device subtracts the skipped ones
+        self.held = False
         for name, p in self.parameters.items():
             here = local(p.data)
             if p.dtype == torch.bfloat16:
@@ -83,6 +83,8 @@ class AdamW:
             self.m[name] = torch.zeros_like(here, dtype=dtype)
             self.v[name] = torch.zeros_like(here, dtype=dtype)
         device = next(iter(self.m.values())).device
+        self.rate = torch.zeros((), dtype=torch.float64, device=device)
+        self.attempted = torch.zeros((), dtype=torch.int64, device=device)  # steps, the skipped ones included
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -111,22 +113,32 @@ class AdamW:
         squares += [_sum_of_squares(whole)] if whole else []
         return sum(squares).sqrt()
 
-    @torch.no_grad()
     def step(self, lr: float) -> Tensor:
-        """Clip, update, clear the gradients. Returns the norm before clipping; a non-finite one skips the step."""
+        """`set_rate`, then `update`."""
+        self.set_rate(lr)
+        return self.update()
+
+    def set_rate(self, lr: float) -> None:
+        """The learning rate of the updates from here on."""
+        self.rate.fill_(lr)
+
+    @torch.no_grad()
+    def update(self) -> Tensor:
+        """Clip, update, clear the gradients. Returns the norm before clipping; a non-finite one skips the step.
+
+        All that changes from step to step is read on the device, so that a CUDA graph of this can be replayed.
+        """
         s = self.section
         self.sum_whole([self.gradient(name) for name, p in self.parameters.items() if not hasattr(p, "to_local")])
         norm = self.global_norm()
         keep = norm.isfinite()
         self.skipped += ~keep
         self.skipped_in_a_row.copy_(torch.where(keep, 0, self.skipped_in_a_row + 1))
-        self.step_count += 1
-        taken = (self.step_count - self.skipped).clamp(min=1).to(torch.float64)
+        self.attempted += 1
+        taken = (self.attempted - self.skipped).clamp(min=1).to(torch.float64)
         scale = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
         b1, b2 = s.betas
-        scalars = torch.stack(
-            [x.to(torch.float64) for x in (scale, torch.full_like(norm, lr), 1.0 - b1**taken, (1.0 - b2**taken).sqrt(), keep)]
-        )
+        scalars = torch.stack([x.to(torch.float64) for x in (scale, self.rate, 1.0 - b1**taken, (1.0 - b2**taken).sqrt(), keep)])
         for name, p in self.parameters.items():
             decay = s.weight_decay if is_matrix(name, p) else 0.0
             self._update(name, local(p.data), scalars if p.dtype == torch.float64 else scalars.float(), b1, b2, s.eps, decay)
@@ -147,12 +159,27 @@ class AdamW:
             weight.copy_(high)
             low.copy_(new_low)
 
+    def hold_gradients(self) -> None:
+        """Keep what accumulates in `grad` over several batches in its place from here on: it is cleared by zeroing.
+
+        A CUDA graph adds to the memory that it was recorded with. Without accumulation it overwrites that memory instead.
+        """
+        if self.accumulate:
+            self.held = True
+            for name, p in self.parameters.items():
+                if name not in self.sums and p.grad is None:
+                    p.grad = torch.zeros_like(p)
+
     def clear(self) -> None:
         """Forget the gradients."""
         for name, p in self.parameters.items():
-            p.grad = None
             if name in self.sums:
                 self.sums[name].zero_()
+                p.grad = None
+            elif self.held:
+                p.grad.zero_()
+            else:
+                p.grad = None
 
     def master(self, name: str) -> Tensor:
         """The fp32 (or fp64) master of a parameter, this rank's part."""

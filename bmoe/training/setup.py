@@ -66,11 +66,36 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
     if compiled == "auto":
         compiled = cuda
         reasons["backend.compile"] = "auto: pays on GPUs" if cuda else "auto: compiling costs more than it saves on CPUs"
+    graphs, hindrance = backend.graphs, why_no_graphs(recipe, world, experts, attention)
+    if graphs == "auto":
+        graphs = hindrance is None
+        reasons["backend.graphs"] = f"auto: {hindrance or 'nothing in a step waits for the device'}"
+    elif graphs and hindrance:
+        raise RequestError(f"backend.graphs: true cannot be had, because {hindrance}; set it to auto or false")
     values = {
         "parallel": parallel.model_copy(update={"data_shard": shard}),
-        "backend": backend.model_copy(update={"experts": experts, "attention": attention, "compile": compiled}),
+        "backend": backend.model_copy(update={"experts": experts, "attention": attention, "compile": compiled, "graphs": graphs}),
     }
     return recipe.model_copy(update=values), reasons
+
+
+def why_no_graphs(recipe: Recipe, world: World, experts: str, attention: str) -> str | None:
+    """Why steps cannot be replayed as CUDA graphs, or None; `experts` and `attention` as resolved."""
+    if world.device.type != "cuda":
+        return "CUDA graphs need a GPU"
+    if world.size > 1:
+        return "several ranks exchange numbers of rows through the host"
+    if recipe.model.moe and experts not in ("triton", "grouped"):
+        return f"experts by {experts} read the loads of the experts on the host"
+    if recipe.precision.kind == "fp32":
+        return "grouped products in fp32 read the loads of the experts on the host"
+    if attention == "sdpa":
+        return "attention by sdpa reads the lengths of the sequences on the host"
+    if recipe.precision.emulate:
+        return "precision.emulate is for studies, whose steps are not replayed"
+    if recipe.precision.statistics_every:
+        return "precision.statistics_every looks into steps"
+    return None
 
 
 def vocabulary(letters: Alphabet) -> Vocabulary:

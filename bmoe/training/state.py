@@ -74,4 +74,4 @@ def restore(model: nn.Module, optimizer: AdamW, tensors: dict[str, Tensor], step
     """Put loaded tensors (those of `all_tensors`) back where they cannot be loaded in place: the split masters."""
     for name in optimizer.low:
         optimizer.load_master(name, local(tensors[f"model.{name}"]))
-    optimizer.step_count = step
+    optimizer.attempted.fill_(step)

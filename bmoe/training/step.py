@@ -1,0 +1,101 @@
+"""One optimizer step of one rank: forward and backward of its batches, then the update; eager, or replayed as CUDA graphs.
+
+The loss of a step is the SUM of cross entropies over the targets of all its batches on all ranks, divided once by their
+number. Balance and z-loss are per layer and per batch, averaged over the step's batches weighted by real tokens, summed
+over layers, times their coefficients. Nothing else divides anything, so the loss does not depend on the layout.
+
+Legend: L MoE layers, E experts, M rows of the head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmoe.data.packing import Batch
+from bmoe.precision.conditions import ROW_MULTIPLE
+from bmoe.recipe import Recipe
+from bmoe.training.graphs import Graphs
+from bmoe.training.optimizer import AdamW
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over batches, in one tensor on the device: loss [], then balance_L, z_L, padding_L, counts_LE.
+
+    padding_L: rows that the experts' kernels add so that each expert's rows are a multiple.
+    """
+
+    flat: Tensor
+    layers: int
+    experts: int
+
+    def __add__(self, other: "StepSums") -> "StepSums":
+        return StepSums(self.flat + other.flat, self.layers, self.experts)
+
+    @property
+    def loss(self) -> Tensor:
+        return self.flat[0]
+
+    @property
+    def balance_L(self) -> Tensor:
+        return self.flat[1 : 1 + self.layers]
+
+    @property
+    def z_L(self) -> Tensor:
+        return self.flat[1 + self.layers : 1 + 2 * self.layers]
+
+    @property
+    def padding_L(self) -> Tensor:
+        return self.flat[1 + 2 * self.layers : 1 + 3 * self.layers]
+
+    @property
+    def counts_LE(self) -> Tensor:
+        return self.flat[1 + 3 * self.layers :].view(self.layers, self.experts)
+
+
+class Stepper:
+    """Forward, backward and update of one rank.
+
+    Args:
+        recipe: resolved. model, optimizer: as `setup` built them. device: theirs.
+    """
+
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: AdamW, device: torch.device):
+        self.recipe, self.model, self.optimizer, self.device = recipe, model, optimizer, device
+        self.row_multiple = ROW_MULTIPLE.get(recipe.precision.kind, 1) if recipe.backend.experts == "te" else 1
+        self.graphs = Graphs(self._losses, optimizer, device) if recipe.backend.graphs is True else None
+
+    def backward(self, batch: Batch, totals: Tensor, jitter_key: int | None = None) -> StepSums:
+        """Add the gradient of one batch, which lies on the CPU. `totals`: the step's (targets, real tokens, ..), int64.
+
+        The host does not wait for the device.
+        """
+        if self.graphs:
+            flat = self.graphs.backward(batch, totals, jitter_key)
+        else:
+            moved = batch.to(self.device)
+            flat = self._losses(moved.model_inputs(), moved.picked_M, totals, jitter_key)
+        moe = self.recipe.model.moe
+        return StepSums(flat, len(self.model.moe_layers), moe.experts if moe else 0)
+
+    def update(self, lr: float) -> Tensor:
+        """Clip, update and clear the gradients; returns their global norm before clipping, on the device."""
+        return self.graphs.update(lr) if self.graphs else self.optimizer.step(lr)
+
+    def _losses(self, inputs: dict, picked_M: Tensor, totals: Tensor, jitter_key: Tensor | int | None) -> Tensor:
+        """Forward and backward of one batch; what `StepSums` holds of it."""
+        out = self.model(**inputs, jitter_key=jitter_key)
+        logits = out.logits.float() if out.logits.dtype == torch.bfloat16 else out.logits
+        entropy = F.cross_entropy(logits, picked_M, ignore_index=-100, reduction="sum")
+        targets, real = totals[0].clamp(min=1), totals[1]
+        loss = entropy / targets
+        share = inputs["real_tokens"].to(out.balance_L.dtype) / real
+        moe = self.recipe.model.moe
+        if moe:
+            loss = loss + share * (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum())
+        loss.backward()
+        padding_L = torch.remainder(-out.counts_LE, self.row_multiple).sum(-1)
+        parts = ((entropy / targets).view(1), out.balance_L * share, out.z_L * share, padding_L, out.counts_LE.flatten())
+        return torch.cat([x.detach().to(entropy.dtype) for x in parts])
