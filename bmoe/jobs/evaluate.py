@@ -38,7 +38,9 @@ def load_model(path: str, device: torch.device, data: str | None = None) -> tupl
     if not saved.is_file():
         raise RequestError(f"{saved} is missing: a checkpoint is read with the recipe of its run; keep it in RUN/checkpoints")
     recipe = recipes.load(saved)
-    backend = recipe.backend.model_copy(update={"experts": "auto", "attention": "auto", "compile": False, "recompute": "none"})
+    backend = recipe.backend.model_copy(
+        update={"experts": "auto", "attention": "auto", "compile": False, "recompute": "none", "graphs": "auto"}
+    )
     parallel = recipe.parallel.model_copy(update={"data_replicate": 1, "data_shard": 1, "expert": 1})
     changes: dict = {"backend": backend, "parallel": parallel}
     low = recipe.precision.kind not in ("fp32", "bf16") and not recipe.precision.emulate
@@ -62,14 +64,19 @@ class Wanted(NamedTuple):
     mutations: str | None = None
     wildtype: str | None = None
     column: str | None = None
+    methods: tuple[str, ...] = ()
     scores: str | None = None
     structures: str | None = None
     probe: str | None = None
     routing: bool = False
     embed: str | None = None
     out: str | None = None
+    mode: str | None = None
+    layer: int | None = None
     generate: int | None = None
     prompt: str = ""
+    temperature: float | None = None
+    top_k: int | None = None
 
     def check(self) -> None:
         """Raises RequestError for flags that do not go together."""
@@ -79,10 +86,21 @@ class Wanted(NamedTuple):
             raise RequestError("--column names a column of the table of --mutations, which is missing")
         if self.scores and self.mutations is None:
             raise RequestError("--scores FILE.csv takes the scores of --mutations, which is missing")
+        if self.methods and self.mutations is None:
+            raise RequestError("--method scores the variants of --mutations, which is missing")
+        for method in self.methods:
+            if method not in mutations.METHODS:
+                raise RequestError(f"--method {method}: there are {', '.join(mutations.METHODS)}")
         if (self.embed is None) != (self.out is None):
             raise RequestError("--embed FASTA and --out FILE.safetensors go together")
+        if self.embed is None and (self.mode is not None or self.layer is not None):
+            raise RequestError("--mode and --layer say which states --embed FASTA writes, which is missing")
+        if self.mode is not None and self.mode not in embeddings.MODES:
+            raise RequestError(f"--mode {self.mode}: embeddings are by {' or '.join(embeddings.MODES)}")
         if self.prompt and self.generate is None:
             raise RequestError("--prompt begins the sequences of --generate N, which is missing")
+        if self.generate is None and (self.temperature is not None or self.top_k is not None):
+            raise RequestError("--temperature and --top-k are for --generate N, which is missing")
 
     @property
     def needs_split(self) -> bool:
@@ -136,18 +154,29 @@ def held_out_results(found: dict, model: Transformer, recipe: Recipe, wanted: Wa
 def other_results(found: dict, model: Transformer, recipe: Recipe, letters: Alphabet, wanted: Wanted, device: torch.device) -> None:
     """Add what is measured on files of the user's to `found`."""
     if wanted.mutations and wanted.wildtype:
+        chosen = tuple(dict.fromkeys(mutations.METHODS[method] for method in wanted.methods)) or None
         found["mutations"] = mutations.evaluate(
-            model, recipe, letters, wanted.mutations, wanted.wildtype, wanted.column, device, scores_file=wanted.scores
+            model, recipe, letters, wanted.mutations, wanted.wildtype, wanted.column, device, chosen, wanted.scores
         )
     if wanted.structures:
         found["contacts"] = contacts.evaluate(model, recipe, letters, wanted.structures, device)
     if wanted.probe:
         found["probe"] = probe.evaluate(model, recipe, letters, wanted.probe, device)
     if wanted.embed and wanted.out:
-        found["embeddings"] = embeddings.embed(model, recipe, letters, wanted.embed, wanted.out, device)
+        found["embeddings"] = embeddings.embed(
+            model, recipe, letters, wanted.embed, wanted.out, device, wanted.mode or "residue", wanted.layer
+        )
     if wanted.generate:
         found["generation"] = generation.evaluate(
-            model, recipe, letters, device=device, samples=wanted.generate, prompt=wanted.prompt, seed=recipe.seed
+            model,
+            recipe,
+            letters,
+            device=device,
+            samples=wanted.generate,
+            prompt=wanted.prompt,
+            temperature=1.0 if wanted.temperature is None else wanted.temperature,
+            top_k=wanted.top_k,
+            seed=recipe.seed,
         )
 
 

@@ -93,10 +93,13 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v within each sequence; returns [T, H, d] in q's dtype.
 
-    `max_seqlen` bounds the sequences' lengths and may exceed all of them. `kind`: `varlen` is torch's variable-length
-    flash attention (CUDA, bf16 or fp16), `sdpa` one exact call a sequence (any device and dtype; waits for the device
-    on CUDA), `auto` the first where it runs. Raises RequestError for `varlen` where it cannot run.
+    `max_seqlen` bounds the sequences' lengths and may exceed all of them. `kind`: `flash` are the kernels of flash-attn-4
+    (Hopper and later, bf16), `varlen` is torch's variable-length flash attention (CUDA, bf16 or fp16), `sdpa` one exact
+    call a sequence (any device and dtype; waits for the device on CUDA), `auto` is `varlen` where it runs, else `sdpa`.
+    Raises RequestError for `flash` and `varlen` where they cannot run.
     """
+    if kind == "flash":
+        return _flash(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal)
     fits = q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
     if kind == "varlen" and not fits:
         raise RequestError(
@@ -130,6 +133,14 @@ def _varlen(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal) -> Tensor:
     q, k, v = (torch.where(inside_T11, x, 0) for x in (q_THd, k_TGd, v_TGd))
     out_THd = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     return torch.where(inside_T11, out_THd, 0)
+
+
+def _flash(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal) -> Tensor:
+    if not q_THd.is_cuda:
+        raise RequestError("backend.attention: flash needs a GPU; use sdpa or auto on this device")
+    from bmoe.kernels.flash import flash  # imported here: it needs triton
+
+    return flash(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal)
 
 
 def _sdpa_per_sequence(q_THd, k_THd, v_THd, cu_seqlens, causal) -> Tensor:

@@ -138,7 +138,9 @@ class BackendSection(Section):
     """Which implementation runs; results agree to rounding."""
 
     experts: Literal["auto", "loop", "grouped", "te", "triton"] = Field("auto", description="implementation of the experts")
-    attention: Literal["auto", "sdpa", "varlen"] = Field("auto", description="per-sequence SDPA, or torch's variable-length flash")
+    attention: Literal["auto", "sdpa", "varlen", "flash"] = Field(
+        "auto", description="per-sequence SDPA, torch's variable-length flash, or flash-attn-4"
+    )
     compile: Literal["auto", True, False] = Field("auto", description="torch.compile of the layers; auto: GPU yes, CPU no")
     recompute: Literal["none", "experts", "full"] = Field("none", description="activations computed again in the backward pass")
     graphs: Literal["auto", True, False] = Field("auto", description="steps replayed as CUDA graphs; auto: on one GPU, where nothing waits")

@@ -48,7 +48,7 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
             f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x ranks = "
             f"{recipe.data.tokens_per_batch} x {world.size}"
         )
-    experts, attention, compiled = backend.experts, backend.attention, backend.compile
+    experts, compiled = backend.experts, backend.compile
     if experts == "auto":
         experts, reason = "loop", "the model has no experts"
         if recipe.model.moe:
@@ -57,12 +57,9 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
                 world.device, precision.kind, model.width, moe.expert_width, moe.experts, model.ffn, model.bias, precision.emulate
             )
         reasons["backend.experts"] = f"auto: {reason}"
-    if attention == "auto":
-        attention = "varlen" if cuda and low else "sdpa"
-        flash = attention == "varlen"
-        reasons["backend.attention"] = "auto: flash attention of packed sequences" if flash else "auto: flash needs a GPU and bf16"
-    elif attention == "varlen" and not (cuda and low):
-        raise RequestError("backend.attention: varlen needs a GPU and bf16; use sdpa or auto")
+    attention, reason = choose_attention(recipe, world.device)
+    if reason:
+        reasons["backend.attention"] = f"auto: {reason}"
     if compiled == "auto":
         compiled = cuda
         reasons["backend.compile"] = "auto: pays on GPUs" if cuda else "auto: compiling costs more than it saves on CPUs"
@@ -77,6 +74,28 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
         "backend": backend.model_copy(update={"experts": experts, "attention": attention, "compile": compiled, "graphs": graphs}),
     }
     return recipe.model_copy(update=values), reasons
+
+
+def choose_attention(recipe: Recipe, device: torch.device) -> tuple[str, str | None]:
+    """(`backend.attention` as it will run, why `auto` means that). Raises RequestError where it cannot run."""
+    asked, model = recipe.backend.attention, recipe.model
+    packed = device.type == "cuda" and recipe.precision.kind != "fp32"
+    if asked == "sdpa":
+        return asked, None
+    if not packed:
+        if asked == "auto":
+            return "sdpa", "flash needs a GPU and bf16"
+        raise RequestError(f"backend.attention: {asked} needs a GPU and bf16; use sdpa or auto")
+    if asked == "varlen":
+        return asked, None
+    from bmoe.kernels.flash import why_not  # imported here: it needs triton
+
+    hindrance = why_not(device, torch.bfloat16, model.width // model.heads)
+    if asked == "flash" and hindrance:
+        raise RequestError(f"backend.attention: flash cannot run, because {hindrance}; use varlen or auto")
+    if hindrance:
+        return "varlen", f"torch's flash attention of packed sequences; flash-attn-4 cannot run: {hindrance}"
+    return "flash", "the kernels of flash-attn-4 for packed sequences"
 
 
 def why_no_graphs(recipe: Recipe, world: World, experts: str, attention: str) -> str | None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bmoe.kernels import flash
 from bmoe.model.attention import attention
 from bmoe.model.transformer import Transformer, Vocabulary
 from bmoe.recipe import BackendSection, ModelSection, MoESection
@@ -66,15 +67,19 @@ def train(model, batch, jitter_key=None):
     return output
 
 
+@pytest.mark.parametrize("kind", ["varlen", "flash"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4, 16), (8, 2, 64), (20, 20, 128)])
-def test_varlen_attention_equals_float64(causal, heads):
+def test_packed_attention_equals_float64(kind, causal, heads):
     H, G, d = heads
+    hindrance = flash.why_not(torch.device("cuda"), torch.bfloat16, d)
+    if kind == "flash" and hindrance:
+        pytest.skip(hindrance)
     bounds = torch.tensor([0, 7, 7, 140, 700, 700], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     q, k, v, upstream = (torch.randn(1500, n, d, generator=generator, dtype=torch.float64).bfloat16() for n in (H, G, G, H))
     leaves = [x.cuda().requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, bounds.cuda(), 600, causal)
+    out = attention(*leaves, bounds.cuda(), 600, causal, kind)
     grads = torch.autograd.grad(out, leaves, upstream.cuda())
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     expected = attention(*exact, bounds, 600, causal)
