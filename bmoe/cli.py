@@ -28,6 +28,7 @@ UsageError = typer.BadParameter.__base__  # typer may carry its own copy of clic
 
 JSON = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")]
 SET = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the recipe.")]
+METHOD = "Score by masked-marginal, wildtype-marginal, pseudo-log-likelihood or (decoders) log-likelihood; repeat for more."
 DEVICE = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda", help="Where to run; default: the GPU if there is one.")]
 
 
@@ -209,14 +210,19 @@ def evaluate(
     mutations: Annotated[str | None, typer.Option("--mutations", metavar="CSV", help="A deep mutational scan.")] = None,
     wildtype: Annotated[str | None, typer.Option("--wildtype", metavar="FASTA", help="Its wild type.")] = None,
     column: Annotated[str | None, typer.Option("--column", metavar="NAME", help="Its column of measured effects.")] = None,
+    method: Annotated[list[str] | None, typer.Option("--method", metavar="NAME", help=METHOD)] = None,
     scores: Annotated[str | None, typer.Option("--scores", metavar="FILE.csv", help="Write every variant's scores.")] = None,
     structures: Annotated[str | None, typer.Option("--structures", metavar="DIR", help="PDB or mmCIF chains: contacts.")] = None,
     probe: Annotated[str | None, typer.Option("--probe", metavar="TSV", help="Secondary structure labels: linear probe.")] = None,
     routing: Annotated[bool, typer.Option("--routing", help="What the experts specialise in.")] = False,
     embed: Annotated[str | None, typer.Option("--embed", metavar="FASTA", help="Write embeddings of these sequences.")] = None,
     out: Annotated[str | None, typer.Option("--out", metavar="FILE.safetensors", help="Where the embeddings go.")] = None,
+    mode: Annotated[str | None, typer.Option("--mode", metavar="residue|mean", help="One a residue (default), or the mean.")] = None,
+    layer: Annotated[int | None, typer.Option("--layer", metavar="N", help="Whose states; 0 the table, default the last.")] = None,
     generate: Annotated[int | None, typer.Option("--generate", min=1, metavar="N", help="Decoders: sample sequences.")] = None,
     prompt: Annotated[str, typer.Option("--prompt", metavar="SEQ", help="How the samples begin.")] = "",
+    temperature: Annotated[float | None, typer.Option("--temperature", metavar="T", help="Below 1: likelier letters.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, metavar="K", help="Draw from the K likeliest letters.")] = None,
     device: DEVICE = None,
     report: Annotated[str | None, typer.Option("--report", metavar="FILE.html", help="Write a report page.")] = None,
     json: JSON = None,
@@ -231,7 +237,26 @@ def evaluate(
     common.check_target("--report", report)
     chosen, line = common.choose_device(device, None)
     console.note(line)
-    wanted = job.Wanted(by, pseudo, mutations, wildtype, column, scores, structures, probe, routing, embed, out, generate, prompt)
+    wanted = job.Wanted(
+        by=by,
+        pseudo=pseudo,
+        mutations=mutations,
+        wildtype=wildtype,
+        column=column,
+        methods=tuple(method or ()),
+        scores=scores,
+        structures=structures,
+        probe=probe,
+        routing=routing,
+        embed=embed,
+        out=out,
+        mode=mode,
+        layer=layer,
+        generate=generate,
+        prompt=prompt,
+        temperature=temperature,
+        top_k=top_k,
+    )
     results, recipe = job.evaluate(runs, wanted, data=data, split=split, device=chosen)
     console.show(evaluation_tables(results))
     common.write_json(json, "eval", recipe, results[0] if len(results) == 1 else {"runs": results})

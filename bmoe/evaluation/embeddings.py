@@ -52,9 +52,9 @@ def embed(
     depth = len(model.blocks)
     layer = depth if layer is None else layer
     if mode not in MODES:
-        raise RequestError(f"embeddings are by {' or '.join(MODES)}, not {mode}")
+        raise RequestError(f"--mode {mode}: embeddings are by {' or '.join(MODES)}")
     if not 0 <= layer <= depth:
-        raise RequestError(f"the model has layers 0 (the embedding table) to {depth}, not {layer}")
+        raise RequestError(f"--layer {layer}: the model has layers 0 (the embedding table) to {depth}")
     records = read_fasta(fasta, letters)
     names = [header.split(None, 1)[0] if header else f"record_{i + 1}" for i, (header, _) in enumerate(records)]
     seen: set[str] = set()

@@ -109,18 +109,22 @@ def evaluate(
     samples: int,
     prompt: str = "",
     temperature: float = 1.0,
+    top_k: int | None = None,
     seed: int = 0,
     longest: int | None = None,
 ) -> dict:
     """Sample sequences that begin with `prompt`, until `<eos>` or `longest` tokens (None: `data.max_length`, specials included).
 
-    Only letters and `<eos>` are drawn. Returns perplexity (of the new tokens of all samples under the model as it is),
-    mean_length, ended, and the samples with theirs. RequestError for an encoder or a prompt that does not fit.
+    Only letters and `<eos>` are drawn, from the logits over `temperature`, and with `top_k` from the k most likely of them
+    (Fan et al. 2018). Returns perplexity (of the new tokens of all samples under the model as it is), mean_length, ended, and
+    the samples with theirs. RequestError for an encoder or a prompt that does not fit.
     """
     if recipe.objective.kind != "clm":
         raise RequestError("only decoders generate; this model is an encoder")
-    if samples < 1 or temperature <= 0:
-        raise RequestError("generation needs at least one sample and a temperature above 0")
+    if samples < 1 or not temperature > 0:
+        raise RequestError("--generate needs at least one sample, and --temperature a number above 0")
+    if top_k is not None and top_k < 1:
+        raise RequestError(f"--top-k {top_k}: keep at least the most likely token")
     longest = longest or recipe.data.max_length
     start = np.concatenate([[letters.cls_id], letters.encode(prompt.encode("ascii", "replace")).astype(np.int64) if prompt else []])
     start = start.astype(np.int64)
@@ -128,12 +132,30 @@ def evaluate(
         raise RequestError(f"--prompt {prompt!r} has a letter that the alphabet {letters.name} does not have")
     if start.size >= longest:
         raise RequestError(f"--prompt has {start.size - 1} tokens and leaves no room in {longest}")
-    new_NT = _sample(model, letters, start, samples, longest, temperature, seed, device)
-    return _summary(model, recipe, letters, start, new_NT, prompt, device)
+    new_NT = _sample(model, letters, start, samples, longest, temperature, seed, device, top_k)
+    found = _summary(model, recipe, letters, start, new_NT, prompt, device)
+    return {"temperature": temperature, "top_k": top_k, **found}
+
+
+def chances(logits_NV: Tensor, banned_V: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Chance of each token to be drawn, [N, V]: softmax of logits / temperature over the legal ones, or over the k best of them."""
+    logits_NV = (logits_NV / temperature).masked_fill(banned_V, float("-inf"))
+    if top_k is not None and top_k < logits_NV.shape[1]:
+        best_NK = logits_NV.topk(top_k, dim=-1).indices
+        logits_NV = torch.full_like(logits_NV, float("-inf")).scatter(1, best_NK, logits_NV.gather(1, best_NK))
+    return logits_NV.softmax(dim=-1)
 
 
 def _sample(
-    model: nn.Module, letters: Alphabet, start: np.ndarray, samples: int, longest: int, temperature: float, seed: int, device: torch.device
+    model: nn.Module,
+    letters: Alphabet,
+    start: np.ndarray,
+    samples: int,
+    longest: int,
+    temperature: float,
+    seed: int,
+    device: torch.device,
+    top_k: int | None = None,
 ) -> np.ndarray:
     """New tokens, int64 [samples, steps]; what follows an `<eos>` has no meaning."""
     legal = [i for i, symbol in enumerate(letters.symbols) if symbol.isalpha()] + [letters.eos_id]
@@ -145,8 +167,7 @@ def _sample(
     running_N = torch.ones(samples, dtype=torch.bool)
     logits_NV = next(stream)
     for step in range(longest - start.size):
-        chance_NV = (logits_NV.cpu() / temperature).masked_fill(banned_V, float("-inf")).softmax(dim=-1)
-        tokens_N = torch.multinomial(chance_NV, 1, generator=generator)[:, 0]
+        tokens_N = torch.multinomial(chances(logits_NV.cpu(), banned_V, temperature, top_k), 1, generator=generator)[:, 0]
         columns.append(tokens_N)
         running_N &= tokens_N != letters.eos_id
         if not running_N.any() or step + 1 == longest - start.size:

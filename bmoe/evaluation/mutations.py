@@ -28,6 +28,9 @@ from bmoe.recipe import Recipe
 ENCODER_METHODS = ("masked_marginal", "wt_marginal")
 PLL = "pll"
 LIKELIHOOD = "log_likelihood"
+METHODS = {  # as users write them
+    "masked-marginal": "masked_marginal", "wildtype-marginal": "wt_marginal", "pseudo-log-likelihood": PLL, "log-likelihood": LIKELIHOOD,
+}  # fmt: skip
 
 
 def evaluate(
@@ -51,9 +54,11 @@ def evaluate(
     decoder = recipe.objective.kind == "clm"
     methods = methods or ((LIKELIHOOD,) if decoder else ENCODER_METHODS)
     legal = (LIKELIHOOD,) if decoder else (*ENCODER_METHODS, PLL)
+    names = {key: name for name, key in METHODS.items()}
     for method in methods:
         if method not in legal:
-            raise RequestError(f"variants of {'a decoder' if decoder else 'an encoder'} are scored by {', '.join(legal)}, not {method}")
+            known, wanted = ", ".join(names[key] for key in legal), names.get(method, method)
+            raise RequestError(f"--method: variants of {'a decoder' if decoder else 'an encoder'} are scored by {known}, not {wanted}")
     header, ids = read_fasta(wildtype, letters)[0]
     if recipe.data.alphabet.startswith("dna-bpe"):
         raise RequestError("variants change single letters, and this model reads byte-pair tokens")

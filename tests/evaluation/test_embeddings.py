@@ -67,7 +67,7 @@ def test_requests_that_cannot_be_met(setting):
         embed("MKTA\n")
     with pytest.raises(RequestError, match="no letters"):
         embed(">x\n>y\nMK\n")
-    with pytest.raises(RequestError, match="layers 0 .* to 3, not 9"):
+    with pytest.raises(RequestError, match="--layer 9: the model has layers 0 .* to 3"):
         embed(">x\nMK\n", layer=9)
     with pytest.raises(RequestError, match="residue or mean"):
         embed(">x\nMK\n", mode="max")

@@ -72,11 +72,20 @@ def test_a_cold_sample_is_the_most_probable_token(make_recipe, make_model, prote
     assert found["samples"][0] == found["samples"][1]
 
 
+def test_top_k_keeps_the_k_likeliest_in_their_proportions():
+    """By hand: chances 0.4, 0.3, 0.2, 0.1; the second banned; of the best two of the others 2/3 and 1/3."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    banned = torch.tensor([False, True, False, False])
+    assert torch.allclose(generation.chances(logits, banned, 1.0, 2), torch.tensor([[2 / 3, 0, 1 / 3, 0]]))
+    assert torch.allclose(generation.chances(logits, banned, 1.0, 9), torch.tensor([[4 / 7, 0, 2 / 7, 1 / 7]]))
+    assert torch.allclose(generation.chances(logits, banned, 0.5, None), torch.tensor([[16 / 21, 0, 4 / 21, 1 / 21]]))
+
+
 def test_requests_that_cannot_be_met(make_recipe, make_model, proteins):
     recipe, letters = make_recipe("decoder"), proteins.alphabet
     model = make_model(recipe)
     for words, more in [("letter", {"prompt": "MKJ"}), ("no room", {"prompt": "M" * 200}), ("at least one", {"samples": 0}),
-                        ("temperature", {"temperature": 0.0})]:  # fmt: skip
+                        ("temperature", {"temperature": 0.0}), ("temperature", {"temperature": float("nan")}), ("top-k", {"top_k": 0})]:  # fmt: skip
         with pytest.raises(RequestError, match=words):
             generation.evaluate(model, recipe, letters, device=CPU, **{"samples": 1, **more})
     encoder = make_recipe()

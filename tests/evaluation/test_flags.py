@@ -1,0 +1,100 @@
+"""The flags of `bmoe eval`: each reaches what it is for, and is refused where it has nothing to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bmoe import cli
+from bmoe import recipe as recipes
+from bmoe.data.alphabet import alphabet
+from bmoe.errors import RequestError
+from bmoe.jobs.evaluate import Wanted
+from bmoe.training.checkpoint import Checkpoints
+from bmoe.training.state import model_tensors
+
+SCAN = {"--mutations": "scan.csv", "--wildtype": "wt.fasta"}
+
+
+@pytest.fixture
+def run(make_recipe, make_model, tmp_path, monkeypatch):
+    """run(kind) makes a run folder of that name, and gives its model; the working directory has small inputs."""
+    monkeypatch.chdir(tmp_path)
+    Path("wt.fasta").write_text(">wt\nMKTAYIAKQR\n")
+    Path("scan.csv").write_text("mutant,y\nM1A,1\nK2C:R10W,2\nT3S,3\nT3P,0\n")
+
+    def make(kind: str):
+        recipe = make_recipe(kind)
+        model = make_model(recipe)
+        Path(kind).mkdir()
+        Path(kind, "recipe.yaml").write_text(recipes.dump(recipe))
+        Checkpoints(Path(kind), keep=1, background=False).save(1, model_tensors(model).items(), {"step": 1})
+        return model
+
+    return make
+
+
+def evaluated(kind: str, flags: dict[str, object], *more: str) -> dict:
+    arguments = [str(part) for pair in flags.items() for part in pair]
+    assert cli.run(["eval", kind, "--device", "cpu", "--json", "out.json", *arguments, *more]) == 0
+    return json.loads(Path("out.json").read_text())["results"]
+
+
+def test_layer_and_mode_choose_the_embedding(run):
+    model = run("encoder")
+    flags = {"--embed": "wt.fasta", "--out": "x.safetensors"}
+    assert evaluated("encoder", flags)["embeddings"]["layer"] == len(model.blocks)
+    assert load_file("x.safetensors")["wt"].shape == (10, 32)
+    evaluated("encoder", flags | {"--layer": 0, "--mode": "mean"})
+    table = model.embedding[alphabet("protein").encode(b"MKTAYIAKQR").astype(int)] * (1 - 0.12)  # token dropout without masks
+    assert torch.allclose(load_file("x.safetensors")["wt"], table.mean(0), atol=1e-6)
+
+
+def test_method_chooses_the_scores_in_its_order(run):
+    run("encoder")
+    both = evaluated("encoder", SCAN)["mutations"]
+    assert list(both["methods"]) == ["masked_marginal", "wt_marginal"]
+    found = evaluated("encoder", SCAN | {"--scores": "s.csv"}, "--method", "pseudo-log-likelihood", "--method", "masked-marginal")
+    assert list(found["mutations"]["methods"]) == ["pll", "masked_marginal"] and found["mutations"]["method"] == "pll"
+    assert Path("s.csv").read_text().splitlines()[0] == "mutant,y,pll,masked_marginal"
+    assert found["mutations"]["methods"]["masked_marginal"] == both["methods"]["masked_marginal"]
+
+
+def test_the_method_must_be_one_of_the_model_s(run, capsys):
+    run("decoder")
+    assert list(evaluated("decoder", SCAN)["mutations"]["methods"]) == ["log_likelihood"]
+    arguments = [part for pair in SCAN.items() for part in pair]
+    assert cli.run(["eval", "decoder", "--device", "cpu", *arguments, "--method", "masked-marginal"]) == 2
+    assert "a decoder are scored by log-likelihood, not masked-marginal" in capsys.readouterr().err
+
+
+def test_temperature_and_top_k_change_the_samples(run):
+    run("decoder")
+    flags = {"--generate": 3, "--prompt": "MK"}
+    plain = evaluated("decoder", flags)["generation"]
+    assert plain["temperature"] == 1.0 and plain["top_k"] is None
+    greedy = evaluated("decoder", flags | {"--top-k": 1})["generation"]
+    cold = evaluated("decoder", flags | {"--temperature": 1e-4})["generation"]
+    sequences = [[sample["sequence"] for sample in found["samples"]] for found in (plain, greedy, cold)]
+    assert len(set(sequences[0])) == 3 and len(set(sequences[1])) == 1 and sequences[1] == sequences[2]
+
+
+@pytest.mark.parametrize(("wanted", "words"), [
+    ({"mutations": "x.csv"}, "--wildtype FASTA go together"),
+    ({"column": "y"}, "--mutations, which is missing"),
+    ({"scores": "s.csv"}, "--mutations, which is missing"),
+    ({"methods": ("masked-marginal",)}, "--mutations, which is missing"),
+    ({"mutations": "x.csv", "wildtype": "w.fasta", "methods": ("masked_marginals",)}, "there are masked-marginal, wildtype-marginal"),
+    ({"embed": "x.fasta"}, "--out FILE.safetensors go together"),
+    ({"mode": "mean"}, "--embed FASTA writes, which is missing"),
+    ({"layer": 0}, "--embed FASTA writes, which is missing"),
+    ({"embed": "x.fasta", "out": "x.safetensors", "mode": "max"}, "residue or mean"),
+    ({"prompt": "MK"}, "--generate N, which is missing"),
+    ({"temperature": 0.5}, "--generate N, which is missing"),
+    ({"top_k": 3}, "--generate N, which is missing"),
+])  # fmt: skip
+def test_flags_without_their_companion_are_refused(wanted, words):
+    with pytest.raises(RequestError, match=words):
+        Wanted(**wanted).check()
