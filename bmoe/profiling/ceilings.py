@@ -27,6 +27,14 @@ def _best(call: Callable[[], object], device: torch.device, repeats: int) -> flo
     return min(times)
 
 
+def eight_bits(device: torch.device) -> float:
+    """TFLOP/s of a large E4M3 product with one scale per tensor, on a GPU that has it (compute capability 8.9 or more)."""
+    side = SIZES[device.type][0]
+    a = torch.randn(side, side, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    return 2 * side**3 / _best(lambda: torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16), device, 10) / 1e12
+
+
 def measure(device: torch.device, dtype: torch.dtype) -> dict[str, float | str]:
     """{matmul_tflops, copy_gb_per_s, what}: best of a few repeats; the copy counts bytes read plus bytes written."""
     side, elements = SIZES[device.type]

@@ -7,6 +7,7 @@ from bmoe.data.sampler import Position
 from bmoe.data.shards import MANIFEST, Shards
 from bmoe.precision import conditions
 from bmoe.profiling import chips, memory, predict
+from bmoe.profiling.bottleneck import bottleneck
 from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load
 from bmoe.recipe import Recipe
@@ -53,8 +54,15 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
             "fits": memory.fits(sizes["peak"], chip),
             "speedup_over_bf16": bf16 / result["step_s"],
             "this_machine": chips.of_device(device_name) is chip,
+            "bottleneck": bottleneck(_whole(result), result["batches_per_step"]),
         }
     return found
+
+
+def _whole(step: dict) -> dict[str, dict]:
+    """The parts of a predicted step with its optimizer and the communication that nothing hides."""
+    others = {"optimizer": step["optimizer_s"], "communication": step["exposed_s"]}
+    return step["parts"] | {name: {"seconds": value} for name, value in others.items() if value > 0}
 
 
 def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:

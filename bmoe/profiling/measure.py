@@ -2,16 +2,14 @@
 
 A step is data, forward, loss, backward, clip and optimizer, as in training. `Subject` is what the caller built for it.
 The step time comes from undisturbed steps: one mark between two steps (on CUDA an event) and no wait for the device, as in
-training. The parts come from separate steps with many marks (`timeline`), and kernel and synchronisation counts from one
-step under torch's profiler.
+training. The parts come from separate steps with many marks (`timeline`), and kernels and synchronisations from one under torch's
+profiler (`trace`).
 """
 
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
 
@@ -27,11 +25,10 @@ from bmoe.profiling.timeline import Mark, Timeline, attached, between, mark
 from bmoe.profiling.work import Load, batch_parts
 from bmoe.recipe import Recipe
 
-SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-
 
 class Subject(NamedTuple):
-    """A resolved recipe, its model on the device (compiled if the recipe says so) and an optimizer with `step(lr)`."""
+    """A resolved recipe, its model on the device (compiled if the recipe says so) and an optimizer: `step(lr)`, and its
+    tensors by name: moments `m` and `v`, `low` halves of the masters, `sums` of gradients."""
 
     recipe: Recipe
     model: nn.Module
@@ -41,11 +38,8 @@ class Subject(NamedTuple):
 Build = Callable[[Recipe, torch.device], Subject]
 
 
-def backward(subject: Subject, batch: Batch, targets: int, share: float, timeline: Timeline | None = None) -> Tensor:
-    """Forward, loss and backward of one batch, which has `share` of the tokens of a step with `targets` targets.
-
-    Returns counts_LE. The host does not wait for the device.
-    """
+def loss_of(subject: Subject, batch: Batch, targets: int, share: float) -> tuple[Tensor, Tensor]:
+    """Forward and loss of one batch, which has `share` of the tokens of a step with `targets` targets: (loss, counts_LE)."""
     key = 0 if subject.recipe.model.moe and subject.recipe.model.moe.jitter else None
     out = subject.model(**batch.model_inputs(), jitter_key=key)
     logits = out.logits.float() if out.logits.dtype == torch.bfloat16 else out.logits
@@ -53,6 +47,12 @@ def backward(subject: Subject, batch: Batch, targets: int, share: float, timelin
     moe = subject.recipe.model.moe
     if moe:
         loss = loss + (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum()) * share
+    return loss, out.counts_LE
+
+
+def backward(subject: Subject, batch: Batch, targets: int, share: float, timeline: Timeline | None = None) -> Tensor:
+    """Forward, loss and backward of one batch; see `loss_of`. Returns counts_LE. The host does not wait for the device."""
+    loss, counts_LE = loss_of(subject, batch, targets, share)
     if timeline:
         timeline.phase = "backward"
         timeline.enter("head + loss")
@@ -60,7 +60,7 @@ def backward(subject: Subject, batch: Batch, targets: int, share: float, timelin
     if timeline:
         timeline.enter(None)
         timeline.phase = "forward"
-    return out.counts_LE
+    return counts_LE
 
 
 def training_step(subject: Subject, batches: list[Batch], device: torch.device, timeline: Timeline | None = None) -> Tensor:
@@ -185,63 +185,31 @@ def parts(subject: Subject, shards, device: torch.device, passes: int) -> dict[s
     return found
 
 
-def achieved(found: dict[str, dict[str, float]], recipe: Recipe, vocabulary: int, load: Load) -> None:
-    """Add achieved `tflops` and `gb_per_s` to each part of one batch, from the closed-form work; null where none is defined."""
+def achieved(found: dict[str, dict], recipe: Recipe, vocabulary: int, load: Load, ceiling: dict) -> None:
+    """Add what each part of one batch achieves, from its closed-form work; null where none is defined.
+
+    flops, bytes, `tflops`, `gb_per_s`; `intensity`, FLOP per byte; `bound`, the ceiling that its work meets first
+    (arithmetic or memory); `ceiling_share`, the time the part would take at that ceiling over the time it takes.
+    """
     works = batch_parts(recipe.model, vocabulary, load, 4 if recipe.precision.kind == "fp32" else 2)
     groups = {"experts": ("dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")}
     for name, entry in found.items():
         members = [works[n] for n in groups.get(name, (name,)) if n in works]
         flops = sum(p.forward.flops + p.backward.flops for p in members)
         moved = sum(p.forward.bytes + p.backward.bytes for p in members)
-        entry["tflops"] = flops / entry["seconds"] / 1e12 if flops and entry["seconds"] else None
-        entry["gb_per_s"] = moved / entry["seconds"] / 1e9 if moved and entry["seconds"] else None
+        seconds = entry["seconds"]
+        entry |= {"flops": flops or None, "bytes": moved or None}
+        entry["tflops"] = flops / seconds / 1e12 if flops and seconds else None
+        entry["gb_per_s"] = moved / seconds / 1e9 if moved and seconds else None
+        entry["intensity"] = flops / moved if flops and moved else None
+        low = name.startswith("experts") and "low_matmul_tflops" in ceiling
+        arithmetic = flops / (ceiling["low_matmul_tflops" if low else "matmul_tflops"] * 1e12)
+        memory = moved / (ceiling["copy_gb_per_s"] * 1e9)
+        entry["bound"] = ("arithmetic" if arithmetic > memory else "memory") if moved else None
+        entry["ceiling_share"] = max(arithmetic, memory) / seconds if moved and seconds else None
 
 
 def padding_rows(counts_LE: Tensor, kind: str) -> float:
     """Rows that alignment adds to each expert's rows, as a share of the real ones."""
     multiple, rows = ROW_MULTIPLE[kind], counts_LE.long()
     return float((-rows % multiple).sum() / rows.sum().clamp(min=1))
-
-
-def traced(subject: Subject, shards, device: torch.device, trace: str | Path | None) -> dict:
-    """One step under torch's profiler: kernels, synchronisations, busy share of the device, longest operators; the trace."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library writes start and stop to the terminal otherwise
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with loader(subject, shards, device) as stream:
-        batches = stream.next().batches
-        synchronise(device)
-        with torch.profiler.profile(activities=activities) as profiler:
-            began = time.perf_counter()
-            training_step(subject, batches, device)
-            synchronise(device)
-            wall = time.perf_counter() - began
-    if trace is not None:
-        profiler.export_chrome_trace(str(trace))
-    result: dict = {"operators": _longest(profiler, device)}
-    if device.type == "cuda":
-        kernels = list(_kernels(profiler))
-        result |= {
-            "kernels_per_step": len(kernels),
-            "syncs_per_step": sum(1 for e in profiler.events() if e.name in SYNCHRONISING),
-            "gpu_busy_share": min(1.0, sum(e.time_range.elapsed_us() for e in kernels) / 1e6 / wall),
-        }
-    return result
-
-
-def _kernels(profiler) -> Iterator:
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
-            yield event
-
-
-def _longest(profiler, device: torch.device) -> list[dict]:
-    """The ten operators (CPU) or kernels (CUDA) with the most time of their own."""
-    cuda = device.type == "cuda"
-    rows = []
-    for row in profiler.key_averages():
-        micro = row.self_device_time_total if cuda else row.self_cpu_time_total
-        if micro > 0 and (not cuda or row.device_type == torch.autograd.DeviceType.CUDA):
-            rows.append({"name": row.key, "calls": row.count, "seconds": micro / 1e6})
-    return sorted(rows, key=lambda row: -row["seconds"])[:10]

@@ -23,42 +23,58 @@ RESERVE = 0.94  # share of a GPU's memory that tensors can use: the rest is the 
 
 
 def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, float]:
-    """Bytes that one block keeps for the backward pass, and bytes that it would keep without recomputation."""
+    """Bytes that one block keeps for the backward pass, and bytes that it would keep without recomputation.
+
+    Streams are [T, D]: x, its norm, attention's output; x after attention, its norm h. Compiled blocks recompute casts,
+    cleaned copies and activations from their inputs.
+    """
     model, b = recipe.model, 4 if recipe.precision.kind == "fp32" else 2
-    T, D, moe = load.tokens, model.width, model.moe
-    qkv = D + 2 * (model.kv_heads or model.heads) * (D // model.heads)
+    T, D, moe, backend = load.tokens, model.width, model.moe, recipe.backend
+    compiled = backend.compile is True
+    qkv = T * (D + 2 * (model.kv_heads or model.heads) * (D // model.heads)) * b
     stream = T * D * b
-    wide = 0 if b == 4 or recipe.backend.compile is True else 2 * T * D * 4  # eager norms keep their input in fp32
-    attention = 3 * stream + T * qkv * b + T * model.heads * 4 + wide  # stream, norm, qkv rotated, output
-    if recipe.backend.attention == "sdpa":
-        attention += T * (qkv + D) / 2 * b  # rotated queries and keys beside the projection, whose values are a view of it
-    second = 2 * stream  # stream, norm
+    attention = 3 * stream + qkv + T * model.heads * 4
+    if backend.attention == "sdpa":
+        attention += (qkv + stream) / 2  # rotated queries and keys beside the projection, whose values are a view of it
+    elif not compiled:
+        attention += stream + (qkv if model.qk_norm else 0)  # the output before its tail is cleaned; inputs of the heads' norms
+    widened = model.norm == "layernorm" and b == 2 and not compiled  # it keeps its input in fp32 instead
+    normed = T * D * 4 if widened else stream
+    attention += normed - stream
     if dense:
         hidden = model.ffn_width or default_ffn_width(model.ffn, D)
-        C = 2 * hidden if model.ffn == "swiglu" else hidden
-        inside, routing = T * 2 * C * b, 0.0
+        inside, routing, h = _dense_rows(model.ffn, T, hidden, b, compiled), 0.0, stream
     else:
         C = 2 * moe.expert_width if model.ffn == "swiglu" else moe.expert_width
-        N, experts = load.real * moe.top_k, recipe.backend.experts
-        rows = _expert_rows(recipe.precision.kind, experts, N, D, C, moe.expert_width, b)
+        N, experts = load.real * moe.top_k, backend.experts
+        inside = _expert_rows(recipe.precision.kind, experts, N, D, C, moe.expert_width, b)
         shared = moe.shared_experts * moe.expert_width
-        inside = rows + (T * (4 * shared) * b if shared else 0)
-        routing = T * D * 4 + 3 * T * moe.experts * 4 + 4 * T * moe.top_k * 8
-        if recipe.backend.compile is True:
-            routing -= T * D * 4
-    full = attention + second + routing + inside
-    kept = {"none": full, "experts": full - inside, "full": 2 * stream + second + routing}[recipe.backend.recompute]
-    return kept, full
+        inside += _dense_rows(model.ffn, T, shared, b, compiled) if shared else 0
+        fused = experts == "triton" and moe.groups is None  # the router that reads bf16
+        copied = b == 2 and not fused and not compiled
+        routing = 3 * T * moe.experts * 4 + 4 * T * moe.top_k * 8 + (T * D * 4 if copied else 0)
+        shares_h = experts == "triton" or shared or backend.recompute != "none"
+        h = stream if shares_h or not copied else 0
+    full = attention + normed + h + routing + inside
+    again = {"none": 0.0, "experts": 0.0 if dense else inside, "full": full - 2 * stream - routing}
+    return full - again[backend.recompute], full
+
+
+def _dense_rows(ffn: str, T: int, hidden: int, b: int, compiled: bool) -> float:
+    """Bytes that a dense feed-forward keeps: the up projection, the activation's output; eager SwiGLU also its gate's."""
+    C = 2 * hidden if ffn == "swiglu" else hidden
+    return T * (C + hidden * (1 if compiled or ffn != "swiglu" else 2)) * b
 
 
 def _expert_rows(kind: str, experts: str, N: float, D: int, C: int, F: int, b: int) -> float:
-    """Bytes that one layer's routed rows keep: triton keeps h alone, te x, h and a (8 bits for inputs of low-precision
-    products), grouped and loop also the fp32 copies of the activation's inputs."""
+    """Bytes that one layer's routed rows keep: triton h alone; te its rows in and out, h, and the inputs of its products, in
+    8 bits where they are rounded; grouped and loop x, a, and in fp32 what the activation multiplies (h, and C more)."""
     if experts == "triton":
         return N * C * b
     if experts == "te":
-        return N * C * b + N * (D + F) * (1.03 if kind.startswith(("fp8", "mxfp8")) else b)
-    return N * (D + F) * b + N * (2 * C) * 4  # x and a; and in fp32 what the activation multiplies: h, and C more
+        rounded = kind.startswith(("fp8", "mxfp8"))
+        return N * (2 * D + C) * b + N * ((D + F) * 1.03 if rounded else F * b)
+    return N * (D + F) * b + N * (2 * C) * 4
 
 
 def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chip: Chip | None = None) -> dict[str, float]:
@@ -90,8 +106,8 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     kinds = {layer < dense_layers for layer in range(model.layers)}
     block = {dense: kept_per_block(recipe, load, dense) for dense in kinds}
     stream = load.tokens * model.width * b
-    kept = sum(block[layer < dense_layers][0] for layer in range(model.layers)) + 2 * stream
-    head = load.targets * (vocabulary * (2 * b + 12) + 6 * model.width * b)
+    kept = sum(block[layer < dense_layers][0] for layer in range(model.layers)) + stream
+    head = load.targets * (vocabulary * (2 * b + 12) + (4 if model.kind == "encoder" else 1) * model.width * b)
     rows = load.real * model.moe.top_k if model.moe else load.tokens
     hidden = model.moe.expert_width if model.moe else (model.ffn_width or default_ffn_width(model.ffn, model.width))
     gates = 2 if model.ffn == "swiglu" else 1

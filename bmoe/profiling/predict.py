@@ -162,6 +162,7 @@ def step(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, world: int = 1
         "step_s": step_s,
         "batch_s": batch_s,
         "optimizer_s": optimizer_s,
+        "exposed_s": exposed,
         "batches_per_step": batches,
         "tokens_per_s": world * batches * load.real / step_s,
         "mfu": batches * flops / step_s / chip.bf16,

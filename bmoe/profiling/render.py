@@ -4,7 +4,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-BAR = 24
+from bmoe.profiling.bottleneck import shares
+
+BOUNDS = {"arithmetic": "flop", "memory": "mem"}
 
 
 def seconds(value: float | None) -> str:
@@ -84,35 +86,46 @@ def _headline(results: dict) -> RenderableType:
     padding = results["padding"]
     rows, rectangle = padding["expert_rows"], padding["rectangle"]
     table.add_row("padding", f"{padding['tail']:.1%} of slots, {rows:.1%} of expert rows; a rectangle would waste {rectangle:.0%}")
-    if "kernels_per_step" in results:
-        waits, busy = results["syncs_per_step"], results["gpu_busy_share"]
-        table.add_row("a measured step", f"{results['kernels_per_step']:,} kernels, {waits} waits for the device, busy {busy:.0%}")
+    table.add_row("a measured step", _device_use(results))
     whole_or_not = f"{measured['layers']} of {measured['of_layers']} layers"
     slots = f"{measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,} slots a batch"
     table.add_row("measured", f"{whole_or_not}, {slots}: {measured['label']}")
     return table
 
 
+def _device_use(results: dict) -> str:
+    """Kernels, waits and idle time on a GPU; on a CPU the numbers that the host reads, each of which a GPU would wait for."""
+    if "kernels_per_step" not in results:
+        return f"{results['host_reads_per_step']} tensor values read by the host (a GPU would be waited for)"
+    gaps = results["idle_gaps"]
+    counted = f"{results['kernels_per_step']:,} kernels, {results['syncs_per_step']} waits for the device"
+    return f"{counted}, busy {results['gpu_busy_share']:.0%}, idle {seconds(results['idle_s'])} ({gaps['over_10_us']} gaps over 10 us)"
+
+
 def _parts(results: dict) -> RenderableType:
-    table = _table("Where a step goes", "part", "", "share", "time", "forward", "backward", "TFLOP/s", "GB/s")
-    batches, once = results["batches_per_step"], ("optimizer", "data wait")
-    totals = {name: part["seconds"] * (1 if name in once else batches) for name, part in results["parts"].items()}
-    whole = sum(totals.values())
-    for name, total in sorted(totals.items(), key=lambda item: -item[1]):
-        part, share = results["parts"][name], total / whole
+    table = _table("Where a step goes", "part", "share", "time", "forward", "backward", "TFLOP/s", "GB/s", "ceiling")
+    for name, share in sorted(shares(results["parts"], results["batches_per_step"]).items(), key=lambda item: -item[1]):
+        part = results["parts"][name]
         times = (seconds(part[key]) for key in ("seconds", "forward_s", "backward_s"))
-        table.add_row(name, "█" * round(share * BAR), f"{share:.1%}", *times, _number(part["tflops"]), _number(part["gb_per_s"]))
-    table.columns[1].justify = "left"
-    return Group(table, _notes(f"{results['parts_label']}."))
+        near = f"{part['ceiling_share']:.0%} {BOUNDS[part['bound']]}" if part.get("ceiling_share") else "-"
+        table.add_row(name, f"{share:.1%}", *times, _number(part["tflops"]), _number(part["gb_per_s"]), near)
+    ceiling = "ceiling: what the part reaches of the one that its work meets first, arithmetic (flop) or memory (mem)."
+    blocks: list[RenderableType] = [table, _notes(f"{results['parts_label']}.", ceiling)]
+    if results.get("kernels"):
+        kinds = _table("The step as it runs, by kind of kernel", "kind", "time", "kernels")
+        for kind, entry in results["kernels"].items():
+            kinds.add_row(kind, seconds(entry["seconds"]), f"{entry['calls']:,}")
+        blocks += [Text(), kinds]
+    return Group(*blocks)
 
 
 def _memory(results: dict) -> RenderableType:
     memory = results["memory"]
     names = ("weights", "gradients", "optimizer", "activations", "workspace", "peak")
-    table = _table("Memory, GiB", *names, "measured peak")
-    table.columns[0].justify = "right"
-    table.add_row(*(_number(memory[name]) for name in names), _number(memory["measured_peak"]))
-    return Group(table, _notes(f"{memory['label']}."))
+    table = _table("Memory of what was measured, GiB", "", *names)
+    table.add_row("closed form", *(_number(memory[name]) for name in names))
+    table.add_row("measured", *(_number(memory["measured"].get(name)) for name in names))
+    return Group(table, _notes(f"measured: {memory['measured']['label']}."))
 
 
 def _bottleneck(results: dict) -> Text:

@@ -12,10 +12,12 @@ import torch
 from bmoe.errors import RequestError
 from bmoe.model import counts
 from bmoe.precision import conditions, machine
-from bmoe.profiling import ceilings, measure, memory, numerics
+from bmoe.profiling import ceilings, footprint, measure, memory, numerics, predict
 from bmoe.profiling.baseline import Forced, Ours, against, allocated, wanted
+from bmoe.profiling.bottleneck import bottleneck
 from bmoe.profiling.estimate import expected_load, open_data, predictions, with_values
 from bmoe.profiling.measure import Build, Steps, Subject
+from bmoe.profiling.trace import traced as traced_step
 from bmoe.profiling.work import Load, model_flops, parameters
 from bmoe.recipe import Recipe
 
@@ -101,41 +103,12 @@ def _whole_step(small: Recipe, recipe: Recipe, steps: Steps, parts: dict, vocabu
     return result
 
 
-ADVICE = {
-    "attention": ("data.max_length", "attention grows with the square of the sequences' length"),
-    "experts gemm 1": ("precision.kind", "the experts' products run at the arithmetic peak of their precision"),
-    "experts gemm 2": ("precision.kind", "the experts' products run at the arithmetic peak of their precision"),
-    "experts": ("backend.experts", "another implementation of the experts may be faster; compare with --experts all"),
-    "experts activation": ("backend.experts", "an implementation that fuses the activation moves less memory"),
-    "dispatch": ("backend.experts", "an implementation that fuses sorting and gathering moves less memory"),
-    "combine": ("backend.experts", "an implementation that fuses the sum over experts moves less memory"),
-    "router": ("backend.compile", "routing is many small operations, which compilation merges"),
-    "norms": ("backend.compile", "norms and residual sums are passes over memory, which compilation merges"),
-    "optimizer": ("training.tokens_per_step", "more batches a step share one optimizer update"),
-    "data wait": ("data.tokens_per_batch", "the device waits for batches"),
-    "head + loss": ("objective.mask_fraction", "the head runs on the masked tokens"),
-    "ffn": ("precision.kind", "the feed-forward's products run at the arithmetic peak of their precision"),
-    "shared expert": ("model.moe.shared_experts", "the shared expert is applied to every token"),
-    "embedding": ("backend.compile", "embedding is a gather and a few elementwise passes"),
-}
-
-
-def bottleneck(parts: dict[str, dict], batches: int, busy: float | None) -> dict:
-    """The part that takes longest of a step, the recipe key that moves it, and why."""
-    if busy is not None and busy < 0.7:
-        why = "the GPU waits for launches; give it more at once"
-        return {"part": "idle", "share": 1 - busy, "key": "data.tokens_per_batch", "why": why}
-    seconds = {name: p["seconds"] * (1 if name in ("optimizer", "data wait") else batches) for name, p in parts.items()}
-    name = max(seconds, key=seconds.__getitem__)
-    key, why = ADVICE[name]
-    return {"part": name, "share": seconds[name] / sum(seconds.values()), "key": key, "why": why}
-
-
-def _memory(subject: Subject, load: Load, vocabulary: int, device: torch.device) -> dict[str, float | str | None]:
-    """Predicted GiB by category, and the measured peak where the device knows it."""
-    found: dict = memory.by_category(subject.recipe, vocabulary, load)
-    found["measured_peak"] = torch.cuda.max_memory_allocated(device) / memory.GIB if device.type == "cuda" else None
-    found["label"] = "GiB by category in closed form, of what was measured; measured_peak is the allocator's"
+def _memory(subject: Subject, load: Load, shards, device: torch.device) -> dict:
+    """GiB by category, predicted and (under `measured`) counted; `measured_peak` where the device has an allocator."""
+    found: dict = memory.by_category(subject.recipe, shards.alphabet.size, load)
+    counted = footprint.by_category(subject, shards, device)
+    found |= {"measured": counted, "measured_peak": counted["peak"] if device.type == "cuda" else None}
+    found["label"] = "GiB by category in closed form, of what was measured"
     return found
 
 
@@ -144,10 +117,10 @@ def _measured(recipe: Recipe, subject: Subject, shards, device: torch.device, st
     vocabulary, full = shards.alphabet.size, expected_load(recipe, shards)
     small = subject.recipe
     undisturbed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps, SECONDS)
-    memory_gib = _memory(subject, undisturbed.load, vocabulary, device)
+    memory_gib = _memory(subject, undisturbed.load, shards, device)
     parts = measure.parts(subject, shards, device, 3 if device.type == "cuda" else 1)
-    measure.achieved(parts, small, vocabulary, undisturbed.load)
-    traced = measure.traced(subject, shards, device, trace)
+    measure.achieved(parts, small, vocabulary, undisturbed.load, ceiling)
+    traced = traced_step(subject, shards, device, undisturbed.middle, trace)
     whole = _whole_step(small, recipe, undisturbed, parts, vocabulary, full)
     low, high = (edge / undisturbed.middle for edge in undisturbed.bounds)
     step_s, batches = whole["step_s"], whole["batches_per_step"]
@@ -184,7 +157,7 @@ def _measured(recipe: Recipe, subject: Subject, shards, device: torch.device, st
             "rectangle": undisturbed.rectangle,
             "label": "shares: dummy tail of the slots; rows that alignment adds to the experts'; padding if a batch were a rectangle",
         },
-        "bottleneck": bottleneck(parts, batches, traced.get("gpu_busy_share")),
+        "bottleneck": bottleneck(parts, batches, traced.get("gpu_busy_share"), device.type == "cpu"),
         **traced,
     }  # fmt: skip
 
@@ -248,6 +221,8 @@ def profile(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     built = contestant(small, build, shards, device, steps, forced)
+    if device.type == "cuda" and kind in predict.LOW and not recipe.precision.emulate:
+        ceiling["low_matmul_tflops"] = ceilings.eight_bits(device)
     results |= _measured(recipe, built.subject, shards, device, steps, ceiling, trace)
     results["predicted"] = predictions(recipe, shards, here.device)
     for chip in results["predicted"].values():

@@ -33,11 +33,22 @@ def kept_bytes(model, batch) -> int:
     return sum(seen.values())
 
 
-@pytest.mark.parametrize("shape", [{}, {"moe": None}, {"moe": {"experts": 16, "top_k": 4, "expert_width": 96, "shared_experts": 1}}])
-def test_activations_are_what_autograd_keeps(recipe_of, build, shape):
+SHAPES = {
+    "moe": {},
+    "shared": {"moe": {"experts": 16, "top_k": 4, "expert_width": 96, "shared_experts": 1}},
+    "dense first": {"moe": {"experts": 4, "top_k": 2, "expert_width": 96, "dense_layers": 1}, "qk_norm": True},
+    "esm2": {"moe": None, "ffn": "gelu", "norm": "layernorm"},
+    "dense": {"moe": None},
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "experts", "full"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations_are_what_autograd_keeps(recipe_of, build, shape, kind, recompute):
     recipe = recipe_of(
-        data={"max_length": 256, "tokens_per_batch": 2048}, training={"tokens_per_step": 2048}, model={"layers": 4, "width": 128, **shape},
-        backend={"experts": "grouped", "compile": False},
+        data={"max_length": 256, "tokens_per_batch": 2048}, training={"tokens_per_step": 2048}, precision={"kind": kind},
+        model={"layers": 3, "width": 128, **SHAPES[shape]}, backend={"experts": "grouped", "compile": False, "recompute": recompute},
     )  # fmt: skip
     subject = build(recipe, torch.device("cpu"))
     shards = SyntheticShards(recipe)
@@ -45,7 +56,8 @@ def test_activations_are_what_autograd_keeps(recipe_of, build, shape):
     batch = build_batch(shards, crops, recipe, 0)
     load = Load(2048, int(batch.real_tokens), batch.pairs, batch.picked_M.numel())
     predicted = by_category(subject.recipe, 33, load)["activations"] * GIB
-    assert predicted == pytest.approx(kept_bytes(subject.model, batch), rel=0.1)
+    transient = 0.2 if recompute == "full" else 0.06  # of the loss, which counts for more where little is kept
+    assert predicted == pytest.approx(kept_bytes(subject.model, batch), rel=transient)
 
 
 @pytest.mark.parametrize("kind, tokens_per_step", [("fp32", 512), ("bf16", 256), ("bf16", 512)])
