@@ -3,6 +3,7 @@
 from bmoe.profiling.compare import compare
 from bmoe.profiling.estimate import estimate
 from bmoe.profiling.measure import Build, Subject
+from bmoe.profiling.race import Take
 from bmoe.profiling.run import profile
 
-__all__ = ["Build", "Subject", "compare", "estimate", "profile"]
+__all__ = ["Build", "Subject", "Take", "compare", "estimate", "profile"]

@@ -1,8 +1,7 @@
 """The other side of a ratio: whole training steps of Hugging Face's Mixtral with the recipe's dimensions, beside ours.
 
 Same layers, width, heads, experts, top-k and vocabulary, the same sequences, AdamW (fused and on bf16 weights on CUDA) with
-clipping. It is a decoder: causal attention reads half of what an encoder's does. All are in memory at once and run in turns,
-ours at the beginning and at the end, so that the chip's clock favours none.
+clipping. It is a decoder: causal attention reads half of what an encoder's does. `race` times them in turns.
 
 Baselines
     hf-loop              experts one after the other (transformers' `eager`)
@@ -15,14 +14,12 @@ Forms of a batch, all one forward pass a step
                attention, registered as transformers' own flash attention is, elsewhere with a block-diagonal mask
 Routing is `natural` (what freshly initialised routers choose) or `balanced`: rows dealt to experts in turn.
 
-Rates count residues: no padding, no <cls>, no <eos>. With several ranks each has batches of its own, theirs under FSDP2.
+With several ranks each has batches of its own, and theirs runs under FSDP2.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from statistics import mean, median
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +32,7 @@ from bmoe.data.sampler import Position
 from bmoe.errors import RequestError
 from bmoe.model.router import Routing
 from bmoe.parallel.world import World
-from bmoe.profiling.measure import Subject, synchronise, whole_steps
-from bmoe.profiling.timeline import between, mark
+from bmoe.profiling.race import Counts, Seen, Step, again, allocated, timed_steps
 from bmoe.recipe import Recipe
 
 BASELINES = ("hf-loop", "hf-grouped", "hf-grouped-compiled")
@@ -46,8 +42,7 @@ WIDTH_MULTIPLE = 64  # of bucketed rectangles: few shapes, aligned rows
 NO_TARGET = -100
 VARLEN = "bmoe_varlen"
 CAUSAL = {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
-LOOP_STEPS = 2  # measured in a pass of the slowest
-PASS_S = 8.0  # a pass of one contestant takes fewer steps rather than more time
+PASS_S = {"cuda": 60.0, "cpu": 10.0}  # a pass of one contestant takes fewer steps rather than more time
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,6 +181,10 @@ class Forced:
     def __init__(self, device: torch.device):
         self.on = torch.zeros((), dtype=torch.bool, device=device)
 
+    def switch(self, routing: str) -> None:
+        """Set the routing by its name."""
+        self.on.fill_(routing == "balanced")
+
     def install(self, model: nn.Module) -> None:
         """On our model, or on a Mixtral."""
         if hasattr(model, "blocks"):
@@ -231,8 +230,7 @@ def mixtral(recipe: Recipe, vocabulary: int, name: str, device: torch.device) ->
     config._experts_implementation = "eager" if name == "hf-loop" else "grouped_mm"
     torch.manual_seed(0)
     with device:
-        built = MixtralForCausalLM(config).train()
-    return built.bfloat16() if device.type == "cuda" else built
+        return MixtralForCausalLM(config).train()
 
 
 def _varlen(
@@ -248,49 +246,30 @@ def _varlen(
     return out_THd[None], None
 
 
-def spread(model: nn.Module) -> None:
-    """FSDP2 over all ranks, a layer a unit, gradients reduced in their own dtype. In place."""
+def spread(model: nn.Module, device: torch.device) -> None:
+    """FSDP2 over all ranks, a layer a unit, gradients reduced in their own dtype. A model on the meta device comes to `device`
+    with random weights, so that none exists whole. In place."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Contestants
-
-
-class Step(NamedTuple):
-    """One measured step of all ranks: seconds (of the slowest), real tokens, residues and slots (of all)."""
-
-    seconds: float
-    tokens: float
-    residues: float
-    slots: float
-
-
-class Contestant(Protocol):
-    """Something that trains on the recipe's sequences.
-
-    form_names: the forms of its batches. resident: bytes on the device between steps. `steps` runs a pass; `first` is
-    whether it is the first of its form, which compiles.
-    """
-
-    name: str
-    form_names: tuple[str, ...]
-    resident: int
-
-    def steps(self, form: str, first: bool) -> list[Step]: ...
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        nn.init.ones_(parameter) if name.endswith("norm.weight") else nn.init.normal_(parameter, std=0.02)
+    with device:
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
 class HuggingFace:
     """One of BASELINES."""
 
-    def __init__(self, name: str, recipe: Recipe, shards, form_names: tuple[str, ...], steps: int, world: World, forced: Forced | None):
+    def __init__(self, name: str, recipe: Recipe, shards, form_names: tuple[str, ...], counts: Counts, world: World, forced: Forced | None):
         before = allocated(world.device)
-        self.name, self.form_names, self.world = name, form_names, world
-        self.model = mixtral(recipe, shards.alphabet.size, name, world.device)
+        self.name, self.form_names, self.counts, self.world = name, form_names, counts, world
+        self.model = mixtral(recipe, shards.alphabet.size, name, world.device if world.size == 1 else torch.device("meta"))
+        if world.device.type == "cuda":
+            self.model.bfloat16()
         if forced:
             forced.install(self.model)
         layers = self.model.model.layers
@@ -298,9 +277,9 @@ class HuggingFace:
             for index, layer in enumerate(layers):
                 layers[index] = torch.compile(layer)  # as a module of its own: FSDP2's hooks stay outside
         if world.size > 1:
-            spread(self.model)
+            spread(self.model, world.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=world.device.type == "cuda")
-        self.feeds = {form: feeds(recipe, shards, form, steps, world) for form in form_names}
+        self.feeds = {form: feeds(recipe, shards, form, counts.steps, world) for form in form_names}
         for parameter in self.model.parameters():  # the moments exist from the start, so that `resident` counts them
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
@@ -308,70 +287,29 @@ class HuggingFace:
         self.resident = allocated(world.device) - before
 
     def steps(self, form: str, first: bool) -> list[Step]:
-        device, feeds = self.world.device, self.feeds[form]
+        device, passes = self.world.device, self.feeds[form]
         flash = form == "flattened" and device.type == "cuda"
         self.model.config._attn_implementation = VARLEN if flash else "sdpa"
+        shapes = _spaced(passes, 3)  # all kinds, so that all are compiled
+        for number in range(self.counts.warmup if first else again(device)):
+            self._train(shapes[number % len(shapes)] if number < 2 * len(shapes) else passes[number % len(passes)], flash)
         if first:
-            for feed in _spaced(feeds, 3) if device.type == "cuda" else feeds[:1]:  # the shapes, so that all are compiled
-                self._train(feed, flash)
-        if first or device.type == "cuda":
-            once = timed_steps(self._trainer(flash), feeds[:1], self.world)[0].seconds
-        if first:
-            most = LOOP_STEPS if self.name == "hf-loop" else len(feeds)
-            feeds = self.feeds[form] = _spaced(feeds, max(1, min(most, int(PASS_S / once))))
-        return timed_steps(self._trainer(flash), feeds, self.world)
+            once = timed_steps(lambda _: self._train(passes[0], flash), 1, self.world)[0].seconds
+            passes = self.feeds[form] = _spaced(passes, max(1, min(self.counts.steps, int(PASS_S[device.type] / once))))
+        return timed_steps(lambda number: self._train(passes[number], flash), len(passes), self.world)
 
-    def _trainer(self, flash: bool) -> Callable[[Feed], None]:
-        return lambda feed: self._train(feed, flash)
-
-    def _train(self, feed: Feed, flash: bool) -> None:
+    def _train(self, feed: Feed, flash: bool) -> Seen:
         left_out = () if flash else ("cu_seq_lens_q", "max_length_q")
         inputs = {k: _there(v, self.world.device) for k, v in feed.inputs.items() if k not in left_out}
         self.model(**inputs).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return Seen(feed.tokens, feed.residues, feed.slots)
 
 
 def _there(value: Tensor | int, device: torch.device) -> Tensor | int:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-
-class Ours:
-    """One of our implementations of the experts on one device; its batches are packed."""
-
-    form_names = ("packed",)
-
-    def __init__(self, subject: Subject, shards, device: torch.device, steps: int, resident: int):
-        self.subject, self.shards, self.device, self.count, self.resident = subject, shards, device, steps, resident
-        self.name = f"bmoe-{subject.recipe.backend.experts}"
-
-    def steps(self, form: str, first: bool) -> list[Step]:
-        warmup = (4 if first else 1) if self.device.type == "cuda" else int(first)
-        taken = whole_steps(self.subject, self.shards, self.device, warmup, self.count, PASS_S)
-        load = taken.load
-        return [Step(seconds, load.real, load.real * taken.residue_share, load.tokens) for seconds in taken.seconds]
-
-
-def allocated(device: torch.device) -> int:
-    """Bytes of tensors on a GPU; 0 elsewhere, where they are not counted."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def timed_steps(train: Callable[[Feed], object], feeds: Sequence[Feed], world: World) -> list[Step]:
-    """Train on each feed; between two steps lies a mark, and the host does not wait. Of each step the time of the slowest
-    rank, and the sum over ranks of what they saw."""
-    synchronise(world.device)
-    world.barrier()
-    marks = [mark(world.device)]
-    for feed in feeds:
-        train(feed)
-        marks.append(mark(world.device))
-    synchronise(world.device)
-    here = {"dtype": torch.float64, "device": world.device}
-    seconds = world.max(torch.tensor([between(*both) for both in pairwise(marks)], **here)).tolist()
-    seen = world.sum(torch.tensor([[feed.tokens, feed.residues, feed.slots] for feed in feeds], **here)).tolist()
-    return [Step(*numbers) for numbers in zip(seconds, *zip(*seen, strict=True), strict=True)]
 
 
 def _spaced(items: list, count: int) -> list:
@@ -379,97 +317,10 @@ def _spaced(items: list, count: int) -> list:
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(count, len(items))).round().astype(int))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The race
-
-
-class Lane:
-    """What one contestant did with one form and routing: `passes`, each a list of steps, and the peak in bytes."""
-
-    def __init__(self, contestant: Contestant, form: str, routing: str):
-        self.contestant, self.form, self.routing = contestant, form, routing
-        self.passes: list[list[Step]] = []
-        self.peak = 0
-        self.out_of_memory = False
-
-    @property
-    def key(self) -> str:
-        return f"{self.contestant.name} {self.form} {self.routing}"
-
-    def run(self, first: bool, device: torch.device) -> None:
-        if self.out_of_memory:
-            return
-        before = allocated(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
-            steps = self.contestant.steps(self.form, first)
-        except torch.cuda.OutOfMemoryError:
-            self.out_of_memory = True
-            torch.cuda.empty_cache()
-            return
-        if not first:
-            self.passes.append(steps)
-        if device.type == "cuda" and not first:
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated(device) - before + self.contestant.resident)
-
-    def row(self) -> dict:
-        """The numbers of --json: means over the steps of a pass of their medians over passes."""
-        if not self.passes:
-            return {"step_s": None, "tokens_per_s": None, "residues_per_s": None, "label": "out of memory"}
-        each = list(zip(*self.passes, strict=False))
-        step_s = mean(median(step.seconds for step in same) for same in each)
-        tokens, residues, slots = (mean(getattr(same[0], name) for same in each) for name in ("tokens", "residues", "slots"))
-        means = [mean(step.seconds for step in one) for one in self.passes]
-        return {
-            "step_s": step_s, "step_s_low": min(means), "step_s_high": max(means), "passes_s": means,
-            "steps": sum(map(len, self.passes)), "tokens_per_s": tokens / step_s, "residues_per_s": residues / step_s,
-            "tokens_per_step": tokens, "fill": tokens / slots, "peak_memory_gib": self.peak / 2**30 if self.peak else None,
-        }  # fmt: skip
-
-
-def race(
-    ours: list[Contestant], theirs: list[Contestant], routings: Sequence[str], forced: Forced | None, device: torch.device
-) -> list[Lane]:
-    """Every contestant in every form and routing, in turns, ours first and last.
-
-    On a GPU two passes of each, and a third of ours; one of each on the CPU, whose clock does not drift so.
-    """
-    lanes = [Lane(c, form, routing) for routing in routings for c in (*ours, *theirs) for form in c.form_names]
-    seen = set()
-
-    def run(lane: Lane, first: bool) -> None:
-        if forced:
-            forced.on.fill_(lane.routing == "balanced")
-        lane.run(first, device)
-
-    for lane in lanes:  # one program serves both routings
-        if (lane.contestant.name, lane.form) not in seen:
-            run(lane, first=True)
-        seen.add((lane.contestant.name, lane.form))
-    for _ in range(2 if device.type == "cuda" else 1):
-        for lane in lanes:
-            run(lane, first=False)
-    for lane in lanes:
-        if lane.contestant in ours and device.type == "cuda":
-            run(lane, first=False)
-    return lanes
-
-
-def results_of(lanes: list[Lane], reference: str) -> dict:
-    """{baseline: {"NAME FORM ROUTING": row}, ratios: the same keys -> residues/s of `reference` over theirs}."""
-    rows = {lane.key: lane.row() for lane in lanes}
-    ratios = {}
-    for lane in lanes:
-        rate, mine = rows[lane.key]["residues_per_s"], rows[f"{reference} packed {lane.routing}"]["residues_per_s"]
-        if rate and mine and lane.contestant.name in BASELINES:
-            ratios[lane.key] = mine / rate
-    return {"baseline": rows, "ratios": ratios}
-
-
-def against(ours: list[Ours], shards, device: torch.device, asked: Wanted, steps: int, forced: Forced | None) -> dict:
-    """Ours beside Hugging Face's models of the same dimensions; ratios refer to the first of ours. `forced` is installed in
-    ours if balanced routing is asked for. Returns baseline and ratios, as `results_of`."""
-    recipe, world = ours[0].subject.recipe, World(device)
-    theirs = [HuggingFace(name, recipe, shards, asked.forms, steps, world, forced) for name in asked.baselines]
-    return results_of(race(ours, theirs, asked.routings, forced, device), ours[0].name)
+def others(
+    recipe: Recipe, shards, asked: Wanted, counts: Counts, loop: Counts, world: World, forced: Forced | None
+) -> list[HuggingFace]:  # fmt: skip
+    """The baselines asked for, of a recipe's dimensions; `loop`: the counts of the slowest."""
+    return [
+        HuggingFace(name, recipe, shards, asked.forms, loop if name == "hf-loop" else counts, world, forced) for name in asked.baselines
+    ]

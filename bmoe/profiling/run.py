@@ -6,23 +6,27 @@ conditions, numerics by emulation, and a prediction for named chips.
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 
 from bmoe.errors import RequestError
 from bmoe.model import counts
+from bmoe.parallel.world import World
 from bmoe.precision import conditions, machine
 from bmoe.profiling import ceilings, footprint, measure, memory, numerics, predict
-from bmoe.profiling.baseline import Forced, Ours, against, allocated, wanted
+from bmoe.profiling.baseline import Forced, others, wanted
 from bmoe.profiling.bottleneck import bottleneck
 from bmoe.profiling.estimate import expected_load, open_data, predictions, with_values
-from bmoe.profiling.measure import Build, Steps, Subject
+from bmoe.profiling.measure import Build, Steps, Subject, training_step
+from bmoe.profiling.race import Counts, Ours, Take, allocated, race, results_of
 from bmoe.profiling.trace import traced as traced_step
 from bmoe.profiling.work import Load, model_flops, parameters
 from bmoe.recipe import Recipe
 
 SECONDS = 40.0  # for the measured steps; building and marked steps come on top
 WARMUP = {"cuda": 4, "cpu": 1}
+LOOP_STEPS = 2  # of the slowest baseline, unless steps are asked for
 FORMULA = "3 x (2 x active matrix parameters x real tokens + attention as masked) / (step_s x peak), recomputation not counted"
 
 
@@ -182,14 +186,17 @@ def implementations(recipe: Recipe, device: torch.device, te_runs: bool) -> list
 
 def profile(
     recipe: Recipe, build: Build, *, device: torch.device, precision: str | None = None, experts: str | None = None,
-    baseline: str | None = None, forms: str | None = None, routing: str | None = None, steps: int = 10, trace: str | None = None,
+    baseline: str | None = None, forms: str | None = None, routing: str | None = None, steps: int | None = None, trace: str | None = None,
+    stepping: Callable[[Subject], Take] | None = None,
 ) -> dict:  # fmt: skip
     """Profile a recipe. Returns the results of `--json`; `render.report` shows them.
 
     `build(recipe, device)` makes the Subject (a resolved recipe's model and optimizer, compiled if it says so). `experts`:
     an implementation, or `all` to compare those that run here on the same weights and batches. `baseline`, `forms`,
-    `routing`: what `baseline.wanted` reads.
+    `routing`: what `baseline.wanted` reads. `steps`: of each measurement; None: 10, and 2 of the slowest baseline. `stepping`
+    makes the training step that is compared with a baseline; None: the eager one.
     """
+    loop, steps = Counts(1, steps or LOOP_STEPS), steps or 10
     if precision:
         recipe = with_values(recipe, "precision", kind=precision)
     if experts and experts != "all":
@@ -220,7 +227,16 @@ def profile(
     small = reduced(recipe, shards, device, steps, tflops)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    built = contestant(small, build, shards, device, steps, forced)
+
+    def contestant(recipe: Recipe) -> Ours:
+        before = allocated(device)
+        subject = build(recipe, device)
+        if forced:
+            forced.install(subject.model)
+        take = stepping(subject) if stepping else lambda batches: training_step(subject, batches, device)
+        return Ours(subject, take, shards, World(device), Counts(WARMUP[device.type], steps), allocated(device) - before)
+
+    built = contestant(small)
     if device.type == "cuda" and kind in predict.LOW and not recipe.precision.emulate:
         ceiling["low_matmul_tflops"] = ceilings.eight_bits(device)
     results |= _measured(recipe, built.subject, shards, device, steps, ceiling, trace)
@@ -231,11 +247,11 @@ def profile(
     if asked:
         single = with_values(recipe, "training", tokens_per_step=recipe.data.tokens_per_batch)
         single = reduced(single, shards, device, steps, tflops, len(asked.baselines) + max(0, len(names) - 1))
-        ours = [built if single == small else contestant(single, build, shards, device, steps, forced)]
+        ours = [built if single == small else contestant(single)]
         del built
-        others = [with_values(single, "backend", experts=name) for name in names if name != results["experts"]]
-        ours += [contestant(other, build, shards, device, steps, forced) for other in others]
-        found = against(ours, shards, device, asked, steps, forced)
+        ours += [contestant(with_values(single, "backend", experts=name)) for name in names if name != results["experts"]]
+        theirs = others(ours[0].subject.recipe, shards, asked, ours[0].counts, loop, World(device), forced)
+        found = results_of(race(ours, theirs, asked.routings, forced.switch if forced else lambda _: None, World(device)), ours[0].name)
         results |= {"baseline": found["baseline"]}
         results["ratios"] |= found["ratios"]
         if names:
@@ -247,15 +263,6 @@ def profile(
         runs = results["experts_compared"]
         results["ratios"] |= {f"experts {name}": run["step_s"] / runs[results["experts"]]["step_s"] for name, run in runs.items()}
     return results
-
-
-def contestant(recipe: Recipe, build: Build, shards, device: torch.device, steps: int, forced: Forced | None) -> Ours:
-    """Our model of a recipe, ready to be timed."""
-    before = allocated(device)
-    subject = build(recipe, device)
-    if forced:
-        forced.install(subject.model)
-    return Ours(subject, shards, device, steps, allocated(device) - before)
 
 
 def compare_experts(recipe: Recipe, build: Build, shards, device: torch.device, steps: int, ceiling: dict, names: list[str]) -> dict:

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from bmoe.errors import RequestError
 from bmoe.model.attention import attention
 from bmoe.parallel.world import World
-from bmoe.profiling import baseline
+from bmoe.profiling import baseline, race
 from bmoe.profiling.measure import loader
 from bmoe.profiling.synthetic import SyntheticShards
 
@@ -180,14 +180,14 @@ class Scripted:
 
     def steps(self, form, first):
         self.log.append((self.name, form, first))
-        return [baseline.Step(s, 100, 90, 300 if form == "padded" else 100) for s in self.seconds]
+        return [race.Step(s, 100, 90, 300 if form == "padded" else 100) for s in self.seconds]
 
 
 def test_ratios_are_rates_of_residues_and_ours_runs_first():
     log = []
     ours, theirs = Scripted("bmoe-grouped", ("packed",), [0.5, 0.5], log), Scripted("hf-loop", ("padded",), [1.0, 3.0], log)
-    lanes = baseline.race([ours], [theirs], ("natural",), None, CPU)
-    found = baseline.results_of(lanes, "bmoe-grouped")
+    lanes = race.race([ours], [theirs], ("natural",), lambda _: None, World(CPU))
+    found = race.results_of(lanes, "bmoe-grouped")
     assert found["ratios"] == {"hf-loop padded natural": pytest.approx(4.0)}
     row = found["baseline"]["hf-loop padded natural"]
     assert row["step_s"] == 2.0 and row["residues_per_s"] == 45.0 and row["fill"] == pytest.approx(1 / 3)
