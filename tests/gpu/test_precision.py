@@ -148,7 +148,7 @@ def test_emulated_experts_on_the_gpu_agree_with_the_cpu(kind):
         holder = nn.Module()
         holder.blocks = nn.ModuleList([experts.bfloat16().to(device)])
         emulate(holder, PrecisionSection(kind=kind, emulate=True))
-        inp = x.to(device).requires_grad_()
+        inp = x.detach().to(device).clone().requires_grad_()
         y = experts(inp, ids.to(device), weights.to(device))
         y.float().square().sum().backward()
         results.append([t.float().cpu() for t in (y, inp.grad, experts.gate_up.grad, experts.down.grad)])
