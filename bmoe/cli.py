@@ -156,15 +156,20 @@ def profile(
     device: DEVICE = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Measured steps; default 10, of hf-loop 2.")] = None,
     trace: Annotated[str | None, typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of one step.")] = None,
+    report: Annotated[str | None, typer.Option("--report", metavar="FILE.html", help="Write a report page.")] = None,
     compare: Annotated[tuple[str, str] | None, typer.Option("--compare", metavar="A.json B.json", help="What changed.")] = None,
     json: JSON = None,
 ) -> None:
     """Measure where the time goes; predict what this machine cannot run."""
     from bmoe.jobs import common
     from bmoe.jobs import profile as job
+    from bmoe.reports.profile import write_profile_report
 
     common.check_target("--json", json)
     common.check_target("--trace", trace)
+    common.check_target("--report", report)
+    if compare and (trace or report):
+        raise RequestError("--compare reads two files and measures nothing: it takes --json, not --trace or --report")
     if compare:
         results = job.compare(*compare)
         console.show(job.comparison(results))
@@ -179,6 +184,8 @@ def profile(
     )  # fmt: skip
     console.show(job.report(results))
     common.write_json(json, "profile", loaded, results)
+    if report:
+        console.note(f"report written to {write_profile_report(results, report)}")
 
 
 @app.command()

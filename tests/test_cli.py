@@ -217,6 +217,8 @@ REFUSALS = [
     (["train", "tiny.yaml", "--json", "/nonexistent/x.json"], "no folder /nonexistent"),
     (["eval", "runs/tiny", "--report", "/nonexistent/x.html"], "no folder /nonexistent"),
     (["profile", "tiny.yaml", "--precision", "fp9"], "use one of fp32"),
+    (["profile", "tiny.yaml", "--report", "/nonexistent/x.html"], "no folder /nonexistent"),
+    (["profile", "--compare", "a.json", "b.json", "--report", "x.html"], "--compare reads two files"),
     (["train", "tiny.yaml", "--gpus", "1", "--device", "cpu"], "exclude each other"),
     (["train", "tiny.yaml", "--dry-run", "--world", "3"], "not a multiple"),
     (["train"], "Missing argument"),

@@ -41,7 +41,7 @@ table{border-collapse:collapse;font-size:.92rem;font-variant-numeric:tabular-num
 th,td{padding:4px 12px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th{font-weight:600;color:var(--muted);vertical-align:bottom}
 th:first-child,td:first-child{text-align:left;padding-left:0}
-details{margin:12px 0}summary{cursor:pointer;color:var(--muted)}
+ul{margin:.3em 0 .8em;padding-left:1.2em;max-width:90ch}details{margin:12px 0}summary{cursor:pointer;color:var(--muted)}
 pre{background:var(--panel);border:1px solid var(--line);border-radius:6px;padding:12px;overflow-x:auto;font-size:.85rem;line-height:1.4}
 .empty{color:var(--muted);font-style:italic}
 @media(max-width:520px){main{padding:18px 12px 40px}.tiles{grid-template-columns:repeat(auto-fit,minmax(130px,1fr))}
@@ -102,6 +102,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(number(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def items(lines: Sequence[str]) -> str:
+    """Sentences under each other, which wrap on narrow screens."""
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
 
 
 def details(summary: str, text: str) -> str:
