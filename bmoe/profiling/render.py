@@ -18,34 +18,37 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
 
 
-def _number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None, digits: int = 3) -> str:
+    """With thousands separated, or three digits; - for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
 
 
-def _table(title: str, *columns: str) -> Table:
+def titled(title: str, *columns: str) -> Table:
+    """An empty table without frame; all columns but the first are numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
     return table
 
 
-def _notes(*lines: str) -> Text:
+def notes(*lines: str) -> Text:
+    """Lines in small print."""
     return Text("\n".join(line for line in lines if line), style="dim")
 
 
 def report(results: dict) -> RenderableType:
     """The whole of a `bmoe profile`."""
     blocks: list[RenderableType] = [Text(f"{results['recipe']} in {results['precision']} on {results['device']}", style="bold")]
-    blocks.append(_notes(f"data: {results['data']}"))
+    blocks.append(notes(f"data: {results['data']}"))
     if results["unmet_conditions"]:
         blocks += [Text(), _lacking(results)]
     else:
         blocks += [Text(), _headline(results), Text(), _parts(results), Text(), _memory(results), Text(), _bottleneck(results)]
     if results["emulated"]:
         blocks += [Text(), _emulated(results["emulated"])]
-    for key, show in (("experts_compared", _experts), ("baseline", _baseline)):
+    for key, show in (("experts_compared", _experts), ("baseline", baseline_table)):
         if results.get(key):
             blocks += [Text(), show(results)]
     if results["predicted"]:
@@ -74,13 +77,13 @@ def _headline(results: dict) -> RenderableType:
     table.add_row("step", whole)
     rate = f"{seconds(results['batch_s'])} a batch x {results['batches_per_step']}, optimizer {seconds(results['optimizer_s'])}"
     table.add_row("", rate)
-    table.add_row("throughput", f"{_number(results['tokens_per_s'])} tokens/s, {_number(results['residues_per_s'])} residues/s")
-    of_ceiling = f"{results['mfu_of_measured_ceiling']:.1%} of the product measured here ({_number(ceiling['matmul_tflops'])} TFLOP/s)"
+    table.add_row("throughput", f"{number(results['tokens_per_s'])} tokens/s, {number(results['residues_per_s'])} residues/s")
+    of_ceiling = f"{results['mfu_of_measured_ceiling']:.1%} of the product measured here ({number(ceiling['matmul_tflops'])} TFLOP/s)"
     if results["mfu"] is not None:
         of_ceiling = f"{results['mfu']:.1%} of {results['peak_flops'] / 1e12:,.0f} TFLOP/s; {of_ceiling}"
     table.add_row("MFU", of_ceiling)
     table.add_row("", Text(f"= {results['mfu_formula']}", style="dim"))
-    table.add_row("ceilings", f"{_number(ceiling['matmul_tflops'])} TFLOP/s, {_number(ceiling['copy_gb_per_s'])} GB/s ({ceiling['what']})")
+    table.add_row("ceilings", f"{number(ceiling['matmul_tflops'])} TFLOP/s, {number(ceiling['copy_gb_per_s'])} GB/s ({ceiling['what']})")
     compiled = "compiled" if results["compiled"] else "not compiled"
     table.add_row("runs", f"experts: {results['experts']}, attention: {results['attention']}, {compiled}")
     padding = results["padding"]
@@ -103,16 +106,16 @@ def _device_use(results: dict) -> str:
 
 
 def _parts(results: dict) -> RenderableType:
-    table = _table("Where a step goes", "part", "share", "time", "forward", "backward", "TFLOP/s", "GB/s", "ceiling")
+    table = titled("Where a step goes", "part", "share", "time", "forward", "backward", "TFLOP/s", "GB/s", "ceiling")
     for name, share in sorted(shares(results["parts"], results["batches_per_step"]).items(), key=lambda item: -item[1]):
         part = results["parts"][name]
         times = (seconds(part[key]) for key in ("seconds", "forward_s", "backward_s"))
         near = f"{part['ceiling_share']:.0%} {BOUNDS[part['bound']]}" if part.get("ceiling_share") else "-"
-        table.add_row(name, f"{share:.1%}", *times, _number(part["tflops"]), _number(part["gb_per_s"]), near)
+        table.add_row(name, f"{share:.1%}", *times, number(part["tflops"]), number(part["gb_per_s"]), near)
     ceiling = "ceiling: what the part reaches of the one that its work meets first, arithmetic (flop) or memory (mem)."
-    blocks: list[RenderableType] = [table, _notes(f"{results['parts_label']}.", ceiling)]
+    blocks: list[RenderableType] = [table, notes(f"{results['parts_label']}.", ceiling)]
     if results.get("kernels"):
-        kinds = _table("The step as it runs, by kind of kernel", "kind", "time", "kernels")
+        kinds = titled("The step as it runs, by kind of kernel", "kind", "time", "kernels")
         for kind, entry in results["kernels"].items():
             kinds.add_row(kind, seconds(entry["seconds"]), f"{entry['calls']:,}")
         blocks += [Text(), kinds]
@@ -122,10 +125,10 @@ def _parts(results: dict) -> RenderableType:
 def _memory(results: dict) -> RenderableType:
     memory = results["memory"]
     names = ("weights", "gradients", "optimizer", "activations", "workspace", "peak")
-    table = _table("Memory of what was measured, GiB", "", *names)
-    table.add_row("closed form", *(_number(memory[name]) for name in names))
-    table.add_row("measured", *(_number(memory["measured"].get(name)) for name in names))
-    return Group(table, _notes(f"measured: {memory['measured']['label']}."))
+    table = titled("Memory of what was measured, GiB", "", *names)
+    table.add_row("closed form", *(number(memory[name]) for name in names))
+    table.add_row("measured", *(number(memory["measured"].get(name)) for name in names))
+    return Group(table, notes(f"measured: {memory['measured']['label']}."))
 
 
 def _bottleneck(results: dict) -> Text:
@@ -139,44 +142,45 @@ def _bottleneck(results: dict) -> Text:
 
 def _emulated(emulated: dict) -> RenderableType:
     if not emulated.get("gradients"):
-        return _notes(emulated["label"])
+        return notes(emulated["label"])
     blocks: list[RenderableType] = []
     if emulated["gemms"]:
         title = f"Relative error of each product in {emulated['format']} (bf16)"
-        table = _table(title, "GEMM", "forward", "input gradient", "weight gradient")
+        table = titled(title, "GEMM", "forward", "input gradient", "weight gradient")
         for name, errors in emulated["gemms"].items():
             today = emulated["gemms_bf16"][name]
             table.add_row(name, *(f"{errors[p]:.2%} ({today[p]:.2%})" for p in ("fprop", "dgrad", "wgrad")))
         blocks.append(table)
-    table = _table("Relative error of each gradient", "parameter", "error")
+    table = titled("Relative error of each gradient", "parameter", "error")
     for name, error in emulated["gradients"].items():
         table.add_row(name, f"{error:.2%}")
     label = f"loss {emulated['loss']:.4f}, difference {emulated['loss_difference']:+.4f}; {emulated['label']}."
-    return Group(*blocks, table, _notes(label))
+    return Group(*blocks, table, notes(label))
 
 
 def _experts(results: dict) -> RenderableType:
-    table = _table("Implementations of the experts", "implementation", "step", "80 % of steps", "tokens/s", "time / " + results["experts"])
+    table = titled("Implementations of the experts", "implementation", "step", "80 % of steps", "tokens/s", "time / " + results["experts"])
     for name, run in results["experts_compared"].items():
         spread = f"{seconds(run['step_s_low'])} to {seconds(run['step_s_high'])}"
         ratio = f"{results['ratios'][f'experts {name}']:.2f}"
-        table.add_row(name, seconds(run["step_s"]), spread, _number(run["tokens_per_s"]), ratio)
+        table.add_row(name, seconds(run["step_s"]), spread, number(run["tokens_per_s"]), ratio)
     return table
 
 
-def _baseline(results: dict) -> RenderableType:
+def baseline_table(results: dict) -> RenderableType:
+    """Ours and the baselines, with ratios."""
     title = "Beside Hugging Face's Mixtral of the same dimensions"
-    table = _table(title, "", "step", "between passes", "residues/s", "fill", "peak GiB", "bmoe is faster by")
+    table = titled(title, "", "step", "between passes", "residues/s", "fill", "peak GiB", "bmoe is faster by")
     for name, run in results["baseline"].items():
         if run["step_s"] is None:
             table.add_row(name, "-", "", "-", "", "", run["label"])
             continue
         ratio, spread = results["ratios"].get(name), f"{seconds(run['step_s_low'])} to {seconds(run['step_s_high'])}"
-        last = (f"{run['fill']:.0%}", _number(run["peak_memory_gib"]), f"{ratio:.2f} x" if ratio else "")
-        table.add_row(name, seconds(run["step_s"]), spread, _number(run["residues_per_s"]), *last)
+        last = (f"{run['fill']:.0%}", number(run["peak_memory_gib"]), f"{ratio:.2f} x" if ratio else "")
+        table.add_row(name, seconds(run["step_s"]), spread, number(run["residues_per_s"]), *last)
     return Group(
         table,
-        _notes(
+        notes(
             "One batch a step; residues, not slots. Theirs is a decoder with bf16 weights and moments on GPUs.",
             "hf-grouped-compiled is the strongest a user has; name the baseline beside a ratio.",
         ),
@@ -184,34 +188,34 @@ def _baseline(results: dict) -> RenderableType:
 
 
 def _predicted(predicted: dict) -> RenderableType:
-    table = _table("Predicted", "chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "error here")
+    table = titled("Predicted", "chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "error here")
     for name, chip in predicted.items():
         error = f"{chip['error']:+.0%}" if "error" in chip else "-"
         table.add_row(
-            name, str(chip["world"]), seconds(chip["step_s"]), _number(chip["tokens_per_s"]), f"{chip['mfu']:.1%}",
-            _number(chip["memory"]["peak"]), "yes" if chip["fits"] else "no", f"{chip['speedup_over_bf16']:.2f} x", error,
+            name, str(chip["world"]), seconds(chip["step_s"]), number(chip["tokens_per_s"]), f"{chip['mfu']:.1%}",
+            number(chip["memory"]["peak"]), "yes" if chip["fits"] else "no", f"{chip['speedup_over_bf16']:.2f} x", error,
         )  # fmt: skip
     first = next(iter(predicted.values()))
     used = first["assumptions"]
     fractions = ", ".join(f"{key} {used[key]:g}" for key in ("gemm", "grouped", "low_gemm", "attention_core", "memory"))
     label = f"{first['label']}: shares of published peaks {fractions}; {used['kernel_s'] * 1e6:g} us a kernel."
     return Group(
-        table, _notes(label, "Fitted to bf16 layers of an H200, low_gemm guessed; no Blackwell was at hand, so its numbers are untested.")
+        table, notes(label, "Fitted to bf16 layers of an H200, low_gemm guessed; no Blackwell was at hand, so its numbers are untested.")
     )
 
 
 def estimate(results: dict) -> RenderableType:
     """Memory and speed for `train --dry-run`."""
     names = ("weights", "gradients", "optimizer", "activations", "workspace", "peak")
-    memory = _table(f"Memory of one of {results['world']} GPUs, GiB", *names)
+    memory = titled(f"Memory of one of {results['world']} GPUs, GiB", *names)
     memory.columns[0].justify = "right"
-    memory.add_row(*(_number(results["memory"][name]) for name in names))
+    memory.add_row(*(number(results["memory"][name]) for name in names))
     lines = []
     for name, chip in results["predicted"].items():
         largest = chip["largest_tokens_per_batch"]
         fits = f"fits {name}; the largest data.tokens_per_batch that does is {largest:,}" if chip["fits"] else f"does not fit {name}: "
         lines.append(fits + "; or ".join(chip["advice"]))
-    return Group(memory, Text(), _predicted(results["predicted"]), Text(), Text("\n".join(lines)), _notes(f"{results['label']}."))
+    return Group(memory, Text(), _predicted(results["predicted"]), Text(), Text("\n".join(lines)), notes(f"{results['label']}."))
 
 
 def comparison(results: dict) -> RenderableType:
@@ -220,8 +224,8 @@ def comparison(results: dict) -> RenderableType:
     verdict = "changed" if step["changed"] else "no change beyond noise"
     head = Text(f"step {seconds(step['a'])} -> {seconds(step['b'])}: {step['ratio'] - 1:+.1%} ", style="bold")
     head.append(f"({step['low'] - 1:+.1%} to {step['high'] - 1:+.1%} within noise): {verdict}", style="default")
-    table = _table("Parts", "part", "A", "B", "change")
+    table = titled("Parts", "part", "A", "B", "change")
     for name, part in sorted(results["parts"].items(), key=lambda item: -item[1]["a"]):
         table.add_row(name, seconds(part["a"]), seconds(part["b"]), f"{part['ratio'] - 1:+.1%}" if part["ratio"] else "-")
     differing = [f"{key}: {both['a']} -> {both['b']}" for key, both in results["differing"].items()]
-    return Group(head, _notes(*differing), Text(), table)
+    return Group(head, notes(*differing), Text(), table)
