@@ -8,7 +8,6 @@ import numpy as np
 from bmoe.data import fasta
 from bmoe.data.alphabet import DNA_LETTERS, DNA_SPECIALS, TOKENIZER_FILE, dna
 from bmoe.data.blocks import Piece
-from bmoe.data.clean import clean
 from bmoe.errors import RequestError
 
 SAMPLE = 16_000_000  # bases to learn from
@@ -40,15 +39,15 @@ def learn(pieces: Iterator[Piece], size: int, out: Path) -> None:
 
 def _words(pieces: Iterator[Piece]) -> Iterator[str]:
     letters = dna()
-    table, symbols = fasta.code_table(letters), np.frombuffer(("?" * 5 + DNA_LETTERS).encode(), np.uint8)
+    codes, symbols = fasta.codes_of(letters), np.frombuffer(("?" * 5 + DNA_LETTERS).encode(), np.uint8)
     seen = 0
     for piece in pieces:
         data = b">\n" + piece.data if piece.continued else piece.data
         if not data:
             continue
-        cleaned = clean(fasta.parse(data, table), letters.unk_id, True)
-        for begin, end in zip(cleaned.bounds[:-1].tolist(), cleaned.bounds[1:].tolist(), strict=True):
-            text = symbols[cleaned.ids[begin:end]].tobytes().decode()
+        records = fasta.parse(data, codes, letters.unk_id, True)
+        for begin, end in zip(records.bounds[:-1].tolist(), records.bounds[1:].tolist(), strict=True):
+            text = symbols[records.ids[begin:end]].tobytes().decode()
             for run in text.replace("?", "N").split("NNNN"):
                 yield from (run[k : k + WORD] for k in range(0, len(run), WORD))
             seen += end - begin

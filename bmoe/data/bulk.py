@@ -1,4 +1,4 @@
-"""Bulk data of a batch, tokens and headers, written by whoever parsed it at the places that the ledger assigned."""
+"""Bulk data of a batch, tokens and headers, written at the places that the ledger assigned."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bmoe.data.batch import Batch
+from bmoe.data.compiled import compiled, load64, store64
 
 PARTIAL = ".partial"  # ending of a file that is not whole yet
-IOV = 1000  # buffers of one call; systems allow 1024
+_U = np.uint64
 
 
 class Write(NamedTuple):
@@ -29,39 +30,34 @@ class Plan(NamedTuple):
 
 
 class Bulk:
-    """Writes tokens and headers of a worker's batches at their places."""
+    """Writes tokens and headers of batches at their places."""
 
     def __init__(self, out: Path):
-        self._out, self._open = out, {}
+        self._out, self._open, self._buffer = out, {}, np.empty(0, np.uint8)
 
     def write(self, batch: Batch, plan: Plan) -> None:
         """Store what the plan keeps. OSError where the disk does not take it."""
+        item = batch.tokens.itemsize
         for write in plan.writes:
-            tokens = runs(batch.tokens, batch.start[write.rows], batch.end[write.rows])
-            self._put(f"{write.shard}.tokens{PARTIAL}", tokens, write.tokens_at * batch.tokens.itemsize)
+            start, end = batch.start[write.rows] * item, batch.end[write.rows] * item
+            self._put(f"{write.shard}.tokens{PARTIAL}", batch.tokens.view(np.uint8), start, end, write.tokens_at * item)
             if batch.summary.header_length is not None:
-                headers = batch.headers
-                if write.rows.size < len(headers):
-                    headers = [headers[r] for r in write.rows.tolist()]
-                self._put(f"{write.shard}.headers{PARTIAL}", [b"".join(headers)], write.headers_at)
+                self._put(f"{write.shard}.headers{PARTIAL}", *batch.headers.of(write.rows), write.headers_at)
 
-    def _put(self, name: str, parts: list, offset: int) -> None:
-        """Write parts one after the other, without joining them first."""
+    def _put(self, name: str, data: np.ndarray, start: np.ndarray, end: np.ndarray, offset: int) -> None:
+        """Write every data[start:end], one after the other."""
         if name not in self._open:
             if len(self._open) > 32:
                 self.close()
             self._open[name] = os.open(self._out / name, os.O_CREAT | os.O_WRONLY, 0o666)
-        file = self._open[name]
-        for first in range(0, len(parts), IOV):
-            some = parts[first : first + IOV]
-            wanted = sum(map(len, some))
-            written = os.pwritev(file, some, offset)
-            if written < wanted:  # a full disk takes a part, and says so the next time
-                rest = memoryview(b"".join(some))[written:]
-                while rest:
-                    written = os.pwrite(file, rest, offset + wanted - len(rest))
-                    rest = rest[written:]
-            offset += wanted
+        size = int((end - start).sum())
+        if self._buffer.size < size:
+            self._buffer = np.empty(size + size // 4, np.uint8)
+        _gather(data, start, end, self._buffer)
+        rest = memoryview(self._buffer)[:size]
+        while rest:  # a full disk takes a part, and says so the next time
+            written = os.pwrite(self._open[name], rest, offset)
+            rest, offset = rest[written:], offset + written
 
     def close(self) -> None:
         """Close the files."""
@@ -70,11 +66,18 @@ class Bulk:
         self._open = {}
 
 
-def runs(tokens: np.ndarray, begin: np.ndarray, end: np.ndarray) -> list[memoryview]:
-    """Bytes of tokens[begin:end] of every sequence, neighbours taken together."""
-    if not begin.size:
-        return []
-    breaks = np.flatnonzero(begin[1:] != end[:-1]) + 1
-    first, last = np.append(0, breaks), np.append(breaks, begin.size) - 1
-    data, size = memoryview(tokens).cast("B"), tokens.itemsize
-    return [data[a * size : b * size] for a, b in zip(begin[first].tolist(), end[last].tolist(), strict=True)]
+@compiled
+def _gather(data, start, end, joined):
+    """Copy every data[start:end] to one place."""
+    o, eight = _U(0), _U(8)
+    for k in range(start.size):
+        at, stop = _U(start[k]), _U(end[k])
+        size = stop - at
+        if size >= eight:
+            for step in range(_U(0), size - eight, eight):
+                store64(joined, o + step, load64(data, at + step))
+            store64(joined, o + size - eight, load64(data, stop - eight))
+        else:
+            for step in range(size):
+                joined[o + step] = data[at + step]
+        o += size

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from bmoe.data.compression import decompressed, kind_of
+from bmoe.data.fasta import Records
 from bmoe.data.hashing import name_hashes
 from bmoe.data.options import UNIREF
 from bmoe.errors import RequestError
@@ -16,7 +17,6 @@ from bmoe.errors import RequestError
 _UNIREF50 = re.compile(rb"\bUniRef50_[\w-]+")
 _REPRESENTATIVE = re.compile(rb"\bRepID=(\S+)")
 LINES = 32 << 20
-FILE = "clusters.npy"
 
 
 class Clusters:
@@ -30,22 +30,19 @@ class Clusters:
         self._member, self._cluster = member, cluster
 
     @classmethod
-    def mapped(cls, folder: Path | None) -> "Clusters":
-        """From the arrays that `store` wrote, shared by all processes; None: from UniRef headers."""
-        if folder is None:
-            return cls()
-        member, cluster = np.load(folder / FILE, mmap_mode="r")
-        return cls(member, cluster)
+    def of_table(cls, name: str) -> "Clusters":
+        """From the table `name`, or from UniRef headers."""
+        return cls() if name == UNIREF else cls(*load(name))
 
-    def of(self, headers: list[bytes], identifiers: np.ndarray, counts: dict[str, int]) -> np.ndarray:
-        """Cluster of each record as int64 [R], given its header and the hash of its identifier."""
+    def of(self, records: Records, counts: dict[str, int]) -> np.ndarray:
+        """Cluster of each record as int64 [R]."""
         if self._member is None:
-            return name_hashes([_uniref(header) for header in headers]).view(np.int64)
-        found = identifiers.copy()  # alone, unless the table knows it
-        known = self._look_up(identifiers, found)
+            return name_hashes([_uniref(records.header(r)) for r in range(records.line.size)]).view(np.int64)
+        found = records.identifier.copy()  # alone, unless the table knows it
+        known = self._look_up(records.identifier, found)
         rows = np.flatnonzero(~known).tolist()
         if rows:  # `sp|P12345|NAME`: tables often list the accession alone
-            names = [(headers[r].split(None, 1) or [b""])[0].split(b"|") for r in rows]
+            names = [records.name(r).split(b"|") for r in rows]
             pairs = [(r, name[1]) for r, name in zip(rows, names, strict=True) if len(name) > 1]
             at = np.array([r for r, _ in pairs], np.int64)
             part = found[at]
@@ -70,14 +67,6 @@ def _uniref(header: bytes) -> bytes:
         return found.group()
     found = _REPRESENTATIVE.search(header)
     return found.group(1) if found else (header.split(None, 1) or [b""])[0]
-
-
-def store(name: str, folder: Path) -> Path | None:
-    """Read the table `name` and write its arrays into a folder, which is returned; None for `uniref`."""
-    if name == UNIREF:
-        return None
-    np.save(folder / FILE, np.stack(load(name)))
-    return folder
 
 
 def load(name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from bmoe.data.compiled import compiled
 from bmoe.data.tasks import Plan
 
-CHUNK = 8 << 20  # large, so that a hashing thread seldom needs the interpreter
-EVERY = 16  # of a file of tokens the first two chunks and every 16th are counted for the composition
+CHUNK = 1 << 20  # bytes hashed at a time: they stay in the cache, and a hashing thread seldom needs the interpreter
+COUNTED = 8 << 20  # of a file of tokens the first two stretches of this size and every 16th are counted for the composition
+EVERY = 16
 
 
 class Inputs:
@@ -90,7 +92,7 @@ class Growing:
                     if self._stopped:
                         return
                     name, size = self._next()
-                self._digests[name].advance(self._out / (name + self._ending), min(size, self._digests[name].done + CHUNK))
+                self._digests[name].advance(self._out / (name + self._ending), min(size, self._digests[name].done + COUNTED))
         except OSError as error:
             self._error = error
 
@@ -114,17 +116,18 @@ class Digest:
 
     def advance(self, path: Path, size: int, last: bool = False) -> None:
         """Go on as far as whole chunks lie before `size`; `last`: to `size` itself."""
+        buffer = memoryview(bytearray(CHUNK))
         with path.open("rb", buffering=0) as file:
             file.seek(self.done)
             while size - self.done >= CHUNK or (last and self.done < size):
-                chunk = file.read(min(CHUNK, size - self.done))
-                if not chunk:
+                count = file.readinto(buffer[: size - self.done])
+                if not count:
                     return
-                self._hash.update(chunk)
-                number = self.done // CHUNK
+                self._hash.update(buffer[:count])
+                number = self.done // COUNTED
                 if self._dtype is not None and (number < 2 or number % EVERY == 0):
-                    self._counted += _counts(chunk, self._dtype)
-                self.done += len(chunk)
+                    _count(np.frombuffer(buffer[:count], self._dtype), self._counted)
+                self.done += count
 
     def finish(self, path: Path) -> dict:
         """The rest, then bytes and SHA-256, and with a dtype the counts."""
@@ -138,13 +141,7 @@ def digest(path: Path, dtype: type | None) -> dict:
     return Digest(dtype).finish(path)
 
 
-def _counts(chunk: bytes, dtype: type) -> np.ndarray:
-    """How often each id stands in a chunk, int64 [65536]."""
-    if dtype is np.uint16:
-        return np.bincount(np.frombuffer(chunk, "<u2"), minlength=1 << 16)
-    pairs = np.bincount(np.frombuffer(chunk, "<u2", len(chunk) // 2), minlength=1 << 16).reshape(256, 256)
-    counts = np.zeros(1 << 16, np.int64)
-    counts[:256] = pairs.sum(0) + pairs.sum(1)
-    if len(chunk) % 2:
-        counts[chunk[-1]] += 1
-    return counts
+@compiled
+def _count(ids, counted):
+    for k in range(ids.size):
+        counted[ids[k]] += 1

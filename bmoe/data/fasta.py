@@ -1,7 +1,7 @@
-"""FASTA, a whole block of records at a time.
+"""FASTA, a whole block of records at a time: one compiled pass from bytes to headers and clean token ids.
 
-A block begins with a header line and ends with a record's end. Python sees the block in a handful of calls: one search for
-line ends, one translation that also deletes them, and arithmetic on the positions; no loop over lines.
+A block begins with a header line and ends with a record's end. Every byte goes through a table to its code: an id, or what else it
+is. Eight bytes whose codes are all ids are stored at once; all others, line ends among them, are looked at one by one.
 
 What is read, and how it differs from a parser of clean files:
 - line ends LF, CR LF or CR; blank lines; a missing last line end; a BOM; blanks inside sequences (removed);
@@ -12,106 +12,238 @@ What is read, and how it differs from a parser of clean files:
 from typing import NamedTuple
 
 import numpy as np
-import stringzilla
 
 from bmoe.data.alphabet import Alphabet
+from bmoe.data.compiled import compiled, first_byte, inlined, load64, store64
+from bmoe.data.hashing import word_hash
 
 # Codes of bytes that are no residue; ids of residues are below LOWER, the same ids in lower case have the bit LOWER.
 LOWER = 0x40
-BLANK, GAP, STOP, INVALID = 0x80, 0x81, 0x82, 0x83
+BLANK, GAP, STOP, INVALID, LINE_END = 0x80, 0x81, 0x82, 0x83, 0x84
 BLANKS = b" \t\v\f"
-_BLANK_BYTES = np.zeros(256, bool)
-_BLANK_BYTES[list(BLANKS)] = True
-_AMINO = np.zeros(256, bool)
-_AMINO[list(b"ACDEFGHIKLMNPQRSTVWYX")] = True
+AMINO = np.isin(np.arange(256), list(b"ACDEFGHIKLMNPQRSTVWYX"))
 GLUED = 20  # so many amino-acid letters at the end of a header look like a sequence pasted there
 
+# What is counted of each record: columns of `Records.odd`.
+GAPS, TERMINAL_STOPS, LOWER_CASE, INTERNAL_STOPS, INVALID_LETTERS, WRONG, GLUED_HEADER = range(7)
+ODD = 7
+TYPICAL = 128  # bytes of a record
+LF, CR = 10, 13
+_U = np.uint64
+_ONES, _HIGH = _U(0x0101010101010101), _U(0x8080808080808080)
 
-class Block(NamedTuple):
-    """R raw records of one block.
 
-    data: the block with LF line ends. codes: a code per byte of data without line ends.
-    header_start, header_end: header text in data, int64 [R]. start, end: sequence in codes, int64 [R].
-    line: line of the header within the block, from 0, int64 [R]. lines: number of lines.
+class Codes(NamedTuple):
+    """What each byte is. table: uint8 [256], byte -> id, id | LOWER, or one of BLANK, GAP, STOP, INVALID, LINE_END. pairs: uint16
+    [65536], the same for two bytes at once."""
+
+    table: np.ndarray
+    pairs: np.ndarray
+
+
+class Records(NamedTuple):
+    """R records of a block.
+
+    ids: token ids (or base ids), uint8, record after record. bounds: where each begins in ids, and the end, int64 [R+1].
+    lower: which ids were lower case, bool, or None if none was.
+    headers: header texts, uint8, record after record. header_bounds: int64 [R+1]. identifier: hash of the first word, uint64 [R] (0: none).
+    line: line of the header within the block, from 0, int64 [R]. lines: number of line ends.
+    odd: int32 [R, 7], what was found in each record, or None if nothing was: gaps; `*` at the end (removed); letters in lower
+    case; other `*`; letters outside the alphabet; the same with gaps that count as such; 1 for a header that looks glued.
     """
 
-    data: bytes
-    codes: bytes
-    header_start: np.ndarray
-    header_end: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
+    ids: np.ndarray
+    bounds: np.ndarray
+    lower: np.ndarray | None
+    headers: np.ndarray
+    header_bounds: np.ndarray
+    identifier: np.ndarray
     line: np.ndarray
     lines: int
+    odd: np.ndarray | None
 
     def header(self, record: int) -> bytes:
-        return self.data[self.header_start[record] : self.header_end[record]]
+        return self.headers[self.header_bounds[record] : self.header_bounds[record + 1]].tobytes()
 
-    def identifier(self, record: int) -> bytes:
+    def name(self, record: int) -> bytes:
+        """Its identifier."""
         return (self.header(record).split(None, 1) or [b""])[0]
 
 
-def code_table(alphabet: Alphabet) -> bytes:
-    """256 bytes: byte -> id, id | LOWER, or one of BLANK, GAP, STOP, INVALID."""
-    table = bytearray([INVALID]) * 256
+def codes_of(alphabet: Alphabet) -> Codes:
+    """The codes of an alphabet's letters."""
+    table = np.full(256, INVALID, np.uint8)
     for letter in range(ord("A"), ord("Z") + 1):
         if alphabet.table[letter] != alphabet.unk_id:
             table[letter] = alphabet.table[letter]
             table[letter + 32] = alphabet.table[letter] | LOWER
-    for blank in BLANKS:
-        table[blank] = BLANK
-    table[ord("-")] = table[ord(".")] = GAP
+    table[list(BLANKS)] = BLANK
+    table[list(b"-.")] = GAP
     table[ord("*")] = STOP
-    return bytes(table)
+    table[list(b"\r\n")] = LINE_END
+    return Codes(table, (table.astype(np.uint16)[:, None] << 8 | table).ravel())
 
 
-def parse(data: bytes, table: bytes) -> Block:
-    """The records of a block that begins with `>`."""
-    if b"\r" in data:
-        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    if data[-1:] != b"\n":
-        data += b"\n"
-    view = np.frombuffer(data, np.uint8)
-    line_ends = np.flatnonzero(view == 10)
-    line_starts = np.empty(line_ends.size + 1, np.int64)  # with one past the last
-    line_starts[0] = 0
-    np.add(line_ends, 1, out=line_starts[1:])
-    first = view[line_starts[:-1]]
-    line = np.flatnonzero(first == ord(">"))
-    codes = stringzilla.translate(data.replace(b"\n", b""), table)
-    comments = np.flatnonzero((first == ord(";")) | (first == ord("#")))
-    if comments.size:
-        changed = bytearray(codes)
-        for number in comments.tolist():
-            begin, end = int(line_starts[number]) - number, int(line_ends[number]) - number
-            changed[begin:end] = bytes([BLANK]) * (end - begin)
-        codes = bytes(changed)
-    after = np.append(line[1:], line_ends.size)
-    start = line_starts[line + 1] - (line + 1)  # as many line ends precede it as lines
-    end = line_starts[after] - after
-    header_start, header_end = line_starts[line] + 1, line_ends[line]
-    _strip(view, header_start, header_end)
-    return Block(data, codes, header_start, header_end, start, end, line, line_ends.size)
+def parse(data: bytes, codes: Codes, unknown: int, remove_gaps: bool) -> Records:
+    """The records of a block that begins with `>`, with the policies on single letters applied.
+
+    A trailing `*` is removed; every other `*` and every invalid letter become `unknown`, counted per record, so that the caller can
+    drop or refuse the record. Gaps (`-`, `.`) are removed, or count as invalid letters.
+    """
+    view, room, records = np.frombuffer(data, np.uint8), len(data) // TYPICAL + 64, -1
+    ids, headers = np.empty(len(data), np.uint8), np.empty(len(data), np.uint8)
+    while records < 0:  # once, unless records are short
+        bounds, header_bounds, line = (np.empty(room + 1, np.int64) for _ in range(3))
+        identifier, odd = np.empty(room, np.uint64), np.empty((room, ODD), np.int32)
+        records, lines, found = _parse(
+            view, codes.table, codes.pairs, AMINO, unknown, remove_gaps, ids, bounds, headers, header_bounds, identifier, line, odd
+        )
+        room *= 8
+    odd = odd[:records] if found else None
+    ids, lower = ids[: bounds[records]], None
+    if found and odd[:, LOWER_CASE].any():
+        lower = ids >= LOWER
+        ids &= LOWER - 1
+    bounds, header_bounds = bounds[: records + 1], header_bounds[: records + 1]
+    headers = headers[: header_bounds[-1]]
+    return Records(ids, bounds, lower, headers, header_bounds, identifier[:records], line[:records], lines, odd)
 
 
-def _strip(view: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
-    """Move header bounds past blanks, in place. Few headers have any."""
-    rows = np.flatnonzero((start < end) & _BLANK_BYTES[view[start]])
-    while rows.size:
-        start[rows] += 1
-        rows = rows[(start[rows] < end[rows]) & _BLANK_BYTES[view[start[rows]]]]
-    rows = np.flatnonzero((start < end) & _BLANK_BYTES[view[end - 1]])
-    while rows.size:
-        end[rows] -= 1
-        rows = rows[(start[rows] < end[rows]) & _BLANK_BYTES[view[end[rows] - 1]]]
+@compiled
+def _parse(data, table, pairs, amino, unknown, remove_gaps, ids, bounds, headers, header_bounds, identifier, line, odd):
+    """Fill the arrays. Returns (records, line ends, whether anything is in `odd`); -1 records if they have no room for all."""
+    at, size, o, h, record, lines, found, marked = _U(0), _U(data.size), _U(0), _U(0), -1, 0, False, False
+    header_bounds[0] = 0
+    while at < size:
+        first = data[at]
+        if first == ord(">"):
+            if marked:
+                o = _close(ids, _U(bounds[record]), o, unknown, odd, record)
+                marked = False
+            record += 1
+            if record == line.size - 1:
+                return -1, 0, False
+            bounds[record], line[record], odd[record] = o, lines, 0
+            at, h = _header(data, at + _U(1), headers, h)
+            begin = _U(header_bounds[record])
+            header_bounds[record + 1] = h
+            identifier[record] = word_hash(headers, begin, h)
+            if _glued(headers, begin, h, amino):
+                odd[record, GLUED_HEADER], found = 1, True
+        elif first == ord(";") or first == ord("#"):
+            while at < size and data[at] != LF and data[at] != CR:
+                at += _U(1)
+        else:
+            at, o, counts, marks = _line(data, at, table, pairs, remove_gaps, ids, o, odd, record)
+            found, marked = found | counts, marked | marks
+        lines += 1  # the line's end, or that of the block
+        at += _U(2) if at + _U(1) < size and data[at] == CR and data[at + _U(1)] == LF else _U(1)
+    if marked:
+        o = _close(ids, _U(bounds[record]), o, unknown, odd, record)
+    bounds[record + 1] = o
+    return record + 1, lines, found
 
 
-def glued(block: Block) -> np.ndarray:
-    """Records whose header ends in a word of at least GLUED amino-acid letters: perhaps a sequence pasted there."""
-    view = np.frombuffer(block.data, np.uint8)
-    rows = np.flatnonzero(block.header_end - block.header_start > GLUED)
-    for back in range(GLUED, 0, -1):  # the far letters first: they tell most headers from a sequence
-        rows = rows[_AMINO[view[block.header_end[rows] - back]]]
-        if not rows.size:
+@inlined
+def _header(data, at, headers, h):
+    """Copy the rest of a header line without blanks at its ends. Returns (place of the line's end, new end of `headers`)."""
+    size, begin = _U(data.size), h
+    while at < size and _blank(data[at]):
+        at += _U(1)
+    while at + _U(8) <= size:
+        word = load64(data, at)
+        store64(headers, h, word)
+        feed, carriage = word ^ _U(0x0A0A0A0A0A0A0A0A), word ^ _U(0x0D0D0D0D0D0D0D0D)
+        ends = (((feed - _ONES) & ~feed) | ((carriage - _ONES) & ~carriage)) & _HIGH
+        if ends:
+            at, h = at + first_byte(ends), h + first_byte(ends)
             break
-    return rows
+        at, h = at + _U(8), h + _U(8)
+    while at < size and data[at] != LF and data[at] != CR:
+        headers[h] = data[at]
+        at, h = at + _U(1), h + _U(1)
+    while h > begin and _blank(headers[h - _U(1)]):
+        h -= _U(1)
+    return at, h
+
+
+@inlined
+def _blank(byte):
+    return byte == 32 or byte == 9 or byte == 11 or byte == 12
+
+
+@inlined
+def _line(data, at, table, pairs, remove_gaps, ids, o, odd, record):
+    """Append the codes of a line of sequence. Returns (place of its end, new end of `ids`, whether `odd` counts any, whether `_close`
+    has to look at any)."""
+    size, counts, marks = _U(data.size), False, False
+    while at < size:
+        while at + _U(8) <= size:
+            word, codes = load64(data, at), _U(0)
+            for k in range(_U(0), _U(64), _U(16)):
+                codes |= _U(pairs[(word >> k) & _U(0xFFFF)]) << k
+            store64(ids, o, codes)
+            special = codes & _HIGH
+            lower = codes & (_ONES << _U(6)) & ((special & (~special + _U(1))) - _U(1))  # those before the first special one
+            if lower:
+                odd[record, LOWER_CASE] += np.int32(((lower >> _U(6)) * _ONES) >> _U(56))
+                counts = True
+            if special:
+                at, o = at + first_byte(special), o + first_byte(special)
+                break
+            at, o = at + _U(8), o + _U(8)
+        if at == size:
+            break
+        code = table[data[at]]
+        if code == LINE_END:
+            break
+        at += _U(1)
+        if code >= LOWER and code != BLANK:
+            counts = True
+            if code < BLANK:
+                odd[record, LOWER_CASE] += 1
+            elif code == GAP:
+                odd[record, GAPS] += 1
+        if code < BLANK or code > GAP or (code == GAP and not remove_gaps):
+            marks |= code >= BLANK
+            ids[o] = code
+            o += _U(1)
+    return at, o, counts, marks
+
+
+@inlined
+def _close(ids, begin, end, unknown, odd, record):
+    """Decide about the stops, gaps and invalid letters of a record that is whole. Returns its new end."""
+    body = end
+    while body > begin and (ids[body - _U(1)] == STOP or ids[body - _U(1)] == GAP):
+        body -= _U(1)
+    last = end
+    end = body
+    for k in range(body, last):
+        if ids[k] == GAP:
+            ids[end] = GAP
+            end += _U(1)
+        else:
+            odd[record, TERMINAL_STOPS] += 1
+    for k in range(begin, end):
+        code = ids[k]
+        if code >= BLANK:
+            ids[k] = unknown
+            if code == STOP:
+                odd[record, INTERNAL_STOPS] += 1
+            else:
+                odd[record, WRONG] += 1
+                if code == INVALID:
+                    odd[record, INVALID_LETTERS] += 1
+    return end
+
+
+@inlined
+def _glued(headers, begin, end, amino):
+    """Whether a header ends in GLUED amino-acid letters: perhaps a sequence pasted there."""
+    if end - begin <= _U(GLUED):
+        return False
+    for k in range(end - _U(GLUED), end):
+        if not amino[headers[k]]:
+            return False
+    return True

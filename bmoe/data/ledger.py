@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bmoe.data.bulk import PARTIAL, Plan, Write
-from bmoe.data.hashing import HashSet
+from bmoe.data.hashset import HashSet
 from bmoe.data.options import PrepareOptions
 from bmoe.data.shards import SPLITS
 from bmoe.data.summary import NOTES, Note, Summary
@@ -270,7 +270,7 @@ class Ledger:
                 if path.stat().st_size < state["sizes"][key]:
                     raise RunError(f"{path} is shorter than the journal says: remove {self.out} and start again")
                 os.truncate(path, state["sizes"][key])
-            elif path.name.partition(".")[0] not in closed and path.name not in ("journal", "clusters.npy", "lock"):
+            elif path.name.partition(".")[0] not in closed and path.name not in ("journal", "lock"):
                 path.unlink()
         if self.seen is not None and (self._scratch / "kept").exists():
             with (self._scratch / "kept").open("rb") as file:

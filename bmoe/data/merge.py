@@ -14,7 +14,7 @@ import numpy as np
 from bmoe.data.alphabet import alphabet
 from bmoe.data.digests import digest
 from bmoe.data.finish import composition, length_summary, write
-from bmoe.data.hashing import HashSet
+from bmoe.data.hashset import HashSet
 from bmoe.data.ledger import LENGTHS
 from bmoe.data.shards import FORMAT, SPLITS, read_manifest
 from bmoe.errors import RequestError, RunError

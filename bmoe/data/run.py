@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bmoe.data import bpe, digests, finish, inputs, repeats
-from bmoe.data.alphabet import TOKENIZER_FILE, alphabet, is_bpe
+from bmoe.data.alphabet import TOKENIZER_FILE, alphabet, dna, is_bpe
+from bmoe.data.batch import Builder
 from bmoe.data.bulk import PARTIAL
-from bmoe.data.clusters import store
+from bmoe.data.clusters import Clusters
 from bmoe.data.ledger import IDENTIFIER, SCRATCH, Ledger
 from bmoe.data.options import PrepareOptions
 from bmoe.data.summary import NOTES, Note, Refused, Summary
 from bmoe.data.tasks import Plan, Task
-from bmoe.data.workers import Pool, Serial, Setting
+from bmoe.data.workers import Workers
 from bmoe.errors import RequestError
 
 JOURNAL_S = 2.0  # seconds between journals
@@ -105,9 +106,7 @@ class Run:
 
     def _run(self, state: dict | None) -> dict:
         options = self.options
-        clusters = None
-        if options.clusters is not None:
-            clusters = store(options.clusters, self.scratch)
+        clusters = Clusters.of_table(options.clusters) if options.clusters is not None else None
         if is_bpe(options.alphabet) and not (state and (self.out / TOKENIZER_FILE).exists()):
             learn_from = (piece for task in self.plan.tasks(0, 0) for piece in self.plan.pieces(task))
             bpe.learn(learn_from, int(options.alphabet.partition(":")[2]), self.out)
@@ -148,9 +147,9 @@ class Run:
         seconds = time.monotonic() - self.begun
         return manifest | {"directory": str(self.out), "already_prepared": False, "seconds": seconds, "mb_per_s": self.text / 1e6 / seconds}
 
-    def _read(self, clusters: Path | None) -> None:
-        setting = Setting(self.out, self.options, self.sources, clusters)
-        workers = Serial(setting) if self.workers == 1 else Pool(setting, self.workers)
+    def _read(self, clusters: Clusters | None) -> None:
+        builder = Builder(self.options, self.letters, dna() if self.letters.tokenizer else self.letters, clusters)
+        workers = Workers(self.out, self.plan, builder, self.workers)
         try:
             for task, event in workers.events(self._limited(self.plan.tasks(self.source, self.next))):
                 if isinstance(event, Refused):
@@ -176,7 +175,7 @@ class Run:
     def _line_at(self, task: Task) -> int:
         return self.line if task.source == self.source else 1
 
-    def _batch(self, task: Task, summary: Summary, workers) -> None:
+    def _batch(self, task: Task, summary: Summary, workers: Workers) -> None:
         if task.source != self.source:
             self.source, self.line, self.source_records, self.source_text, self.offset = task.source, 1, 0, 0, task.begin
         plan = self.ledger.decide(summary)
@@ -198,7 +197,7 @@ class Run:
             self.ledger.log(name, line, notes + duplicates)
             self.growing.upto(sizes, PARTIAL)
 
-    def _end_of(self, task: Task, workers) -> None:
+    def _end_of(self, task: Task, workers: Workers) -> None:
         if task.source == self.source:
             self.next = task.end
             if task.last and not self.source_records and self.source_text and (self.part is None or task.begin == 0):

@@ -126,14 +126,15 @@ def ours(data: bytes, alphabet: str, min_length: int, draw: random.Random) -> tu
     for begin, stop in ranges:
         start = max(begin - 1, 0)
         chunks = (data[k : k + size] for k in range(start, len(data), size))
+        carry = None
         for piece in cut(chunks, begin, stop, target=draw.choice([100, 10_000, 10_000])):
-            batch = builder.build(piece)
+            batch, carry = builder.build(piece, carry)
             lines += batch.summary.lines
             for reason, number in batch.summary.dropped.items():
                 dropped[reason] = dropped.get(reason, 0) + number
-            for header, a, b in zip(batch.headers, batch.start.tolist(), batch.end.tolist(), strict=True):
+            for number, (a, b) in enumerate(zip(batch.start.tolist(), batch.end.tolist(), strict=True)):
                 text = letters.decode(batch.tokens[a:b]).replace("<unk>", "?")
-                kept.append((header.translate(OTHER_BLANKS).decode("latin-1"), text))
+                kept.append((batch.headers[number].translate(OTHER_BLANKS).decode("latin-1"), text))
     text_lines = len(list(io.StringIO(data.removeprefix(b"\xef\xbb\xbf").decode("latin-1"), newline=None)))
     assert lines == text_lines, f"{lines} lines counted, there are {text_lines}"
     return kept, dropped

@@ -47,7 +47,7 @@ def test_the_fuzzer_finds_a_broken_reader(monkeypatch):
     """A reader that takes comment lines for sequence, as many do, is found within a few hundred inputs."""
     monkeypatch.setattr(fuzz, "builder_of", fuzz.builder_of.__wrapped__)
     real = fasta.parse
-    monkeypatch.setattr(fasta, "parse", lambda data, table: real(data.replace(b"\n;", b"\n"), table))
+    monkeypatch.setattr(fasta, "parse", lambda data, *rest: real(data.replace(b"\n;", b"\n"), *rest))
     draw, pool = random.Random(0), fuzz.seeds()
     with pytest.raises(AssertionError):
         for _ in range(500):

@@ -16,7 +16,10 @@ import pytest
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
 from bmoe.data import blocks, compression, tasks
-from bmoe.data.hashing import HashSet, name_hashes, word_hashes
+from bmoe.data.alphabet import protein
+from bmoe.data.fasta import codes_of, parse
+from bmoe.data.hashing import name_hashes
+from bmoe.data.hashset import HashSet
 from bmoe.data.ledger import Ledger
 from bmoe.data.prepare import PrepareOptions, merge, prepare, verify
 from bmoe.data.shards import Shards
@@ -248,8 +251,8 @@ def chromosome(length: int, seed: int) -> str:
     return bases.tobytes().decode()
 
 
-@pytest.mark.parametrize("newline", [60, 10**9])
-def test_a_chromosome_in_fragments_is_cut_as_a_whole_one(newline, tmp_path, request):
+@pytest.mark.parametrize("newline, workers", [(60, 1), (60, 3), (10**9, 2)])
+def test_a_chromosome_in_fragments_is_cut_as_a_whole_one(newline, workers, tmp_path, request):
     text = ""
     for k, length in enumerate((900_000, 50_000, 65_536, 200_001)):
         sequence = chromosome(length, k + 1)
@@ -260,7 +263,7 @@ def test_a_chromosome_in_fragments_is_cut_as_a_whole_one(newline, tmp_path, requ
     options = PrepareOptions(alphabet="dna", valid_fraction=0.3)
     whole = prepare([str(tmp_path / "in.fa.gz")], tmp_path / "whole", options)
     request.getfixturevalue("short_blocks")
-    cut = prepare([str(tmp_path / "in.fa.gz")], tmp_path / "cut", options)
+    cut = prepare([str(tmp_path / "in.fa.gz")], tmp_path / "cut", options, workers=workers)
     assert tree(tmp_path / "whole") == tree(tmp_path / "cut")
     assert whole == cut | {k: whole[k] for k in ("directory", "seconds", "mb_per_s")}
     assert whole["counts"]["n_run_bases"] == 4 * 5_000
@@ -454,7 +457,7 @@ def test_no_space_names_the_way_on(proteins, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwritev", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(RunError, match="is full: free some space and go on with --resume"):
         prepare([str(proteins)], tmp_path / "out")
 
@@ -581,8 +584,8 @@ def test_names_are_hashed_alike_wherever_they_stand():
     found = name_hashes(names)
     assert len(set(found.tolist())) == len(names) and 0 not in found
     text = b">" + b" text\n>".join(names) + b"\ttext\n"
-    starts = np.cumsum([1, *(len(name) + 7 for name in names[:-1])])
-    assert word_hashes(np.frombuffer(text, np.uint8), starts).tolist() == found.tolist()
+    records = parse(text, codes_of(protein()), 3, True)
+    assert records.identifier.tolist() == found.tolist() and records.lines == len(names)
     assert name_hashes([b"", b"x"])[0] == 0 and name_hashes([]).size == 0
 
 

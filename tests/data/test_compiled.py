@@ -1,0 +1,64 @@
+"""The compiled loops: hashes equal xxHash's own, and everything works where no cache can be written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from bmoe.data import batch
+from bmoe.data.alphabet import protein
+from bmoe.data.bulk import _gather
+from bmoe.data.fasta import codes_of, parse
+from bmoe.data.xxh3 import xxh3
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_xxh3_is_that_of_its_library_for_every_length():
+    """All branches of the specification: 0, 1-3, 4-8, 9-16, 17-128, 129-240 bytes, and more, with whole and partial blocks of 1,024."""
+    draw = np.random.default_rng(0)
+    data = draw.integers(0, 256, 5000, dtype=np.uint8)
+    size = np.append(np.arange(600), draw.integers(600, 4000, 200))
+    start = draw.integers(0, 5000 - size)
+    text = data.tobytes()
+    assert xxh3(data, start, start + size).tolist() == [xxh3_64_intdigest(text[a : a + n]) for a, n in zip(start, size, strict=True)]
+
+
+def test_more_records_than_expected_are_all_read():
+    """Room is made for records of a usual size; the pass is repeated where they are shorter, with counts of each record."""
+    records = parse(b">\n" * 3000 + b">b\nM-k*\n", codes_of(protein()), 3, True)
+    assert records.line.tolist() == [*range(3000), 3000] and records.lines == 3002
+    assert records.header(3000) == b"b" and records.ids.size == 2 and records.lower.tolist() == [False, True]
+    assert records.odd.sum(0).tolist() == records.odd[3000].tolist() == [1, 1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("size", range(20))
+def test_gathered_bytes_are_those_asked_for(size):
+    data = np.arange(200, dtype=np.uint8)
+    start = np.array([3, 50, 50, 120])
+    end = start + [size, 0, size + 1, 2 * size]
+    joined = np.full(int((end - start).sum()) + 8, 255, np.uint8)
+    _gather(data, start, end, joined)
+    assert joined[:-8].tolist() == [k for a, b in zip(start, end, strict=True) for k in range(a, b)] and (joined[-8:] == 255).all()
+
+
+def test_lower_case_runs_are_found():
+    lower = np.array([0, 1, 1, 0, 1, 1, 1, 0, 0, 1], bool)
+    runs, counts = batch._runs(lower, np.array([0, 5, 8]), np.array([5, 7, 10]))
+    assert runs.tolist() == [[1, 3], [4, 5], [0, 2], [1, 2]] and counts.tolist() == [2, 1, 1]
+
+
+def test_where_no_cache_can_be_written_everything_is_compiled_again():
+    """A package folder and a home that are read-only: no error."""
+    code = (
+        "from numba.core.caching import CacheImpl\n"
+        "for locator in CacheImpl._locator_classes:\n    locator.from_function = classmethod(lambda *_: None)\n"
+        "import numpy as np\nfrom bmoe.data.xxh3 import xxh3\nprint(xxh3(np.arange(9, dtype=np.uint8), np.array([0]), np.array([9]))[0])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == f"{xxh3_64_intdigest(bytes(range(9)))}\n", done.stderr
