@@ -1,8 +1,15 @@
-"""Published peaks of accelerators, per GPU, dense (without sparsity).
+"""Published peaks of accelerators, per GPU, dense: half of the data sheets' figures, which count 2:4 sparsity.
 
-Sources: NVIDIA H100 and H200 datasheets (SXM, 2024), HGX B200 platform page (2025), GB200 NVL72 datasheet (2025; its rack
-figures divided by 72). Memory is what the driver reports, in GiB. Links: NVLink both directions together; network is the
-usual one 400 Gb/s adapter per GPU.
+| chip | bf16, fp8 TFLOP/s | HBM | NVLink, both ways | source |
+|---|---|---|---|---|
+| h100 | 989, 1979 | 80 GB, 3.35 TB/s | 0.9 TB/s, 8 GPUs | NVIDIA H100 Tensor Core GPU data sheet, column SXM |
+| h200 | 989, 1979 | 141 GB, 4.8 TB/s | 0.9 TB/s, 8 GPUs | NVIDIA H200 Tensor Core GPU data sheet, column SXM |
+| b200 | 2250, 4500 | 180 GB, 7.7 TB/s | 1.8 TB/s, 8 GPUs | NVIDIA Blackwell data sheet, column HGX B200 (1,000 W) |
+| gb200 | 2500, 5000 | 186 GB, 8 TB/s | 1.8 TB/s, 72 GPUs | NVIDIA Blackwell data sheet, column GB200 NVL72 (1,200 W) |
+
+`memory_gib` is what CUDA calls total on such a device, about 0.6 GiB below what nvidia-smi lists: reported for H100, H200 and
+B200, for GB200 nvidia-smi's 185.0 less 0.7. The network is no property of the chip: one adapter of 400 Gb/s a GPU, as DGX
+and HGX machines usually have.
 """
 
 from dataclasses import dataclass
@@ -30,10 +37,10 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("h100", (9, 0), BF16_PEAK["H100"], 1979e12, 3.35e12, 79.6, 900e9, 50e9, 8, "NVIDIA H100 SXM datasheet"),
-        Chip("h200", (9, 0), BF16_PEAK["H200"], 1979e12, 4.8e12, 140.4, 900e9, 50e9, 8, "NVIDIA H200 SXM datasheet"),
-        Chip("b200", (10, 0), BF16_PEAK["B200"], 4500e12, 7.7e12, 179.0, 1800e9, 50e9, 8, "NVIDIA HGX B200 platform page"),
-        Chip("gb200", (10, 0), BF16_PEAK["GB200"], 5000e12, 8.0e12, 185.0, 1800e9, 50e9, 72, "NVIDIA GB200 NVL72 datasheet"),
+        Chip("h100", (9, 0), BF16_PEAK["H100"], 1979e12, 3.35e12, 79.1, 900e9, 50e9, 8, "NVIDIA H100 data sheet, SXM"),
+        Chip("h200", (9, 0), BF16_PEAK["H200"], 1979e12, 4.8e12, 139.8, 900e9, 50e9, 8, "NVIDIA H200 data sheet, SXM"),
+        Chip("b200", (10, 0), BF16_PEAK["B200"], 4500e12, 7.7e12, 178.3, 1800e9, 50e9, 8, "NVIDIA Blackwell data sheet, HGX B200"),
+        Chip("gb200", (10, 0), BF16_PEAK["GB200"], 5000e12, 8.0e12, 184.3, 1800e9, 50e9, 72, "NVIDIA Blackwell data sheet, GB200 NVL72"),
     )
 }
 
@@ -46,8 +53,10 @@ def find(name: str) -> Chip:
 
 
 def of_device(device_name: str) -> Chip | None:
-    """The chip a driver's device name ("NVIDIA H200") stands for; None if it is not in the table."""
+    """The chip a driver's device name ("NVIDIA H200") stands for; None if it is not in the table, as PCIe cards are not."""
     words = device_name.lower().replace("-", " ").split()
+    if not {"pcie", "nvl"}.isdisjoint(words):
+        return None
     for chip in CHIPS.values():
         if chip.name in words:
             return chip

@@ -37,6 +37,7 @@ class Efficiency:
 
 
 EFFICIENCY = Efficiency()
+GUESSED = ("low_gemm", "link", "overlap")  # never measured: no run of ours had several GPUs, or FP8 at its best
 ROUNDING_BYTES = 3.0  # reading a bf16 element and writing an 8-bit one, per copy
 
 
@@ -168,6 +169,13 @@ def step(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, world: int = 1
         "mfu": batches * flops / step_s / chip.bf16,
         "parts": parts,
         "communication": comm,
-        "assumptions": {**asdict(e), "peaks": chip.source, "tokens": load.tokens, "real_tokens": load.real, "bf16_peak": chip.bf16},
+        "assumptions": {
+            **asdict(e),
+            "guessed": list(GUESSED),
+            "peaks": chip.source,
+            "tokens": load.tokens,
+            "real_tokens": load.real,
+            "bf16_peak": chip.bf16,
+        },
         "label": "predicted by a roofline model, not measured",
     }

@@ -200,7 +200,10 @@ def _predicted(predicted: dict) -> RenderableType:
     fractions = ", ".join(f"{key} {used[key]:g}" for key in ("gemm", "grouped", "low_gemm", "attention_core", "memory"))
     label = f"{first['label']}: shares of published peaks {fractions}; {used['kernel_s'] * 1e6:g} us a kernel."
     return Group(
-        table, notes(label, "Fitted to bf16 layers of an H200, low_gemm guessed; no Blackwell was at hand, so its numbers are untested.")
+        table,
+        notes(
+            label, f"Fitted to bf16 on an H200; guessed: {', '.join(used['guessed'])}. Untested on Blackwell: no Blackwell was at hand."
+        ),
     )
 
 

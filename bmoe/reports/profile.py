@@ -203,7 +203,10 @@ def _predicted(results: dict) -> str:
             chip["fits"], chip["speedup_over_bf16"], worst, error,
         ])  # fmt: skip
     first = next(iter(results["predicted"].values()))
-    assumed = "\n".join(f"{key}: {number(value)}" for key, value in first["assumptions"].items())
+    used = first["assumptions"]
+    assumed = "\n".join(
+        f"{key}: {number(value)}{' (a guess)' if key in used['guessed'] else ''}" for key, value in used.items() if key != "guessed"
+    )
     head = ["chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "first bottleneck", "error here"]
     text = (
         f"{first['label'].capitalize()}. Each part takes the longer of its arithmetic and its memory traffic at a share of the chip's "

@@ -95,8 +95,19 @@ def test_chips():
     assert chips.of_device("NVIDIA H200") is chips.CHIPS["h200"]
     assert chips.of_device("NVIDIA GB200") is chips.CHIPS["gb200"]
     assert chips.of_device("NVIDIA B200") is chips.CHIPS["b200"]
-    assert chips.of_device("AMD EPYC") is None
+    for other in ("AMD EPYC", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"):  # slower or with other links
+        assert chips.of_device(other) is None
     with pytest.raises(RequestError, match="known chips"):
         chips.find("abacus")
     for chip in chips.CHIPS.values():
         assert chip.fp8 == pytest.approx(2 * chip.bf16, rel=0.01) and chip.source
+
+
+def test_peaks_are_those_of_the_data_sheets():
+    sparse = {"h100": (1979, 3958), "h200": (1979, 3958), "b200": (4500, 9000), "gb200": (5000, 10000)}  # bf16, fp8 as printed
+    memory = {"h100": (80, 3.35), "h200": (141, 4.8), "b200": (180, 7.7), "gb200": (186, 8.0)}  # GB, TB/s
+    for name, chip in chips.CHIPS.items():
+        assert (chip.bf16 / 1e12, chip.fp8 / 1e12) == pytest.approx([printed / 2 for printed in sparse[name]], rel=1e-3)
+        assert chip.bandwidth == memory[name][1] * 1e12
+        assert 0.98 * memory[name][0] * 1e9 < chip.memory_gib * 2**30 < 1.07 * memory[name][0] * 1e9  # 80 GB is nearly 80 GiB
+        assert chip.nvlink == (900e9 if name.startswith("h") else 1800e9) and chip.domain == (72 if name == "gb200" else 8)

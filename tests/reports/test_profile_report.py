@@ -57,7 +57,7 @@ def chip(**more):
     return {
         "chip": "b200", "world": 1, "step_s": 0.05, "tokens_per_s": 3e5, "mfu": 0.3, "memory": {"peak": 20.0}, "fits": True,
         "speedup_over_bf16": 1.1, "bottleneck": {"part": "attention", "share": 0.4}, "label": "predicted by a roofline model, not measured",
-        "assumptions": {"gemm": 0.68, "peaks": "a data sheet"}, **more,
+        "assumptions": {"gemm": 0.68, "low_gemm": 0.45, "guessed": ["low_gemm"], "peaks": "a data sheet"}, **more,
     }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_a_measured_profile(tmp_path):
     text, heads = read(write_profile_report(results(), tmp_path / "p.html"))
     assert heads == ["First bottleneck", "Where a step goes", "Roofline", "Memory", "On other chips, predicted"]
     for needed in ("Experts gemm 1, 50% of a step", "precision.kind", "a &lt;b&gt; &amp; c", "964", "84%", "idle 11 ms", "+8%",
-                   "a data sheet",
+                   "a data sheet", "low_gemm: 0.4500 (a guess)",
                    "kernel&lt;float&gt;", "before k2", "6 of 24 layers", "of the published peak, 989 TFLOP/s"):  # fmt: skip
         assert needed in text, needed
 
