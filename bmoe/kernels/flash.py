@@ -1,8 +1,9 @@
-"""Attention of packed sequences by the warp-specialised flash kernels of flash-attn-4 (CuTe DSL; Hopper and later, bf16).
+"""Rotary attention of packed sequences by the warp-specialised flash kernels of flash-attn-4 (CuTe DSL; Hopper and later, bf16).
 
 Shapes: T tokens, H query heads, G key and value heads, d head dimension, S sequences.
 
-Mathematics, within each sequence                       p = softmax(q k^T / sqrt(d)),   o = p v,   L = logsumexp
+Mathematics, with q and k turned by their rotary angles (kernels/rotary.py), within each sequence
+    forward    p = softmax(q k^T / sqrt(d)),  o = p v,  L = logsumexp
     backward   dv = p^T do,  dp = do v^T,  ds = p (dp - rowsum(do o)),  dq = ds k / sqrt(d),  dk = ds^T q / sqrt(d)
 
 FLOPs: 4 H d sum of squared lengths forward (half of it when causal) and 2.5 times that backward. Bytes: q, k, v, o once,
@@ -22,6 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from bmoe.kernels.operators import operator
+from bmoe.kernels.rotary import projection_gradient, queries_and_keys
+
+HEAD_DIMS = (64, 128)
+"""Those whose results were compared with float64. With 16 the kernels return wrong numbers on Hopper (4.0.0b36)."""
 
 
 @functools.cache
@@ -33,8 +38,8 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
         return "they are for Hopper and Blackwell"
     if dtype != torch.bfloat16:
         return f"they take bf16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim % 8 or head_dim > 128:
-        return f"the head dimension {head_dim} is not a multiple of 8 up to 128"
+    if head_dim not in HEAD_DIMS:
+        return f"head dimension {head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
         return "the package flash-attn-4 is not installed (pip install 'bmoe[fused]')"
     return None
@@ -53,7 +58,7 @@ def _clear_tail_kernel(x_TW, cu_seqlens_end, rows, WIDTH: tl.constexpr, WIDTH_P2
     bound = tl.load(cu_seqlens_end)
     column = tl.arange(0, WIDTH_P2)
     for row in range(tl.maximum(first, bound), tl.minimum(first + ROWS, rows)):
-        tl.store(x_TW + row.to(tl.int64) * WIDTH + column, tl.zeros([WIDTH_P2], x_TW.dtype.element_ty), mask=column < WIDTH)
+        tl.store(x_TW + tl.full([1], WIDTH, tl.int64) * row + column, tl.zeros([WIDTH_P2], x_TW.dtype.element_ty), mask=column < WIDTH)
 
 
 def clear_tail(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -64,54 +69,71 @@ def clear_tail(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return x
 
 
-def _forward_fake(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal):
-    return q_THd.new_empty(q_THd.shape), q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=torch.float32)
+def _forward_fake(qkv_TAd, cos_Th, sin_Th, cu_seqlens, max_seqlen, groups, causal):
+    T, A, d = qkv_TAd.shape
+    heads = A - 2 * groups
+    return (
+        qkv_TAd.new_empty(T, heads, d),
+        qkv_TAd.new_empty(T, heads + groups, d),
+        qkv_TAd.new_empty(heads, T, dtype=torch.float32),
+    )
 
 
 @operator("flash", _forward_fake)
-def flash_forward(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """(o_THd, logsumexp_HT fp32)."""
-    out_THd = clear_tail(q_THd.new_empty(q_THd.shape), cu_seqlens)
-    sums_HT = q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=torch.float32)
+def flash_forward(
+    qkv_TAd: Tensor, cos_Th: Tensor, sin_Th: Tensor, cu_seqlens: Tensor, max_seqlen: int, groups: int, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out_THd, and for the backward the turned queries and keys [T, H + G, d] and logsumexp_HT (fp32)."""
+    T, A, d = qkv_TAd.shape
+    heads = A - 2 * groups
+    qk_Tad = queries_and_keys(qkv_TAd, groups, cos_Th, sin_Th)
+    out_THd = clear_tail(qkv_TAd.new_empty(T, heads, d), cu_seqlens)
+    sums_HT = qkv_TAd.new_empty(heads, T, dtype=torch.float32)
+    q_THd, k_TGd, v_TGd = qk_Tad[:, :heads], qk_Tad[:, heads:], qkv_TAd[:, heads + groups :]
     _kernels().forward(
         q_THd, k_TGd, v_TGd, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
         causal=causal, return_lse=True, out=out_THd, lse=sums_HT,
     )  # fmt: skip
-    return out_THd, sums_HT
+    return out_THd, qk_Tad, sums_HT
 
 
-def _backward_fake(do_THd, q_THd, k_TGd, v_TGd, out_THd, sums_HT, cu_seqlens, max_seqlen, causal):
-    return tuple(x.new_empty(x.shape) for x in (q_THd, k_TGd, v_TGd))
+def _backward_fake(do_THd, qkv_TAd, qk_Tad, out_THd, sums_HT, cos_Th, sin_Th, cu_seqlens, max_seqlen, groups, causal):
+    return qkv_TAd.new_empty(qkv_TAd.shape)
 
 
 @operator("flash_backward", _backward_fake)
 def flash_backward(
-    do_THd: Tensor, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, out_THd: Tensor, sums_HT: Tensor, cu_seqlens: Tensor,
-    max_seqlen: int, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq_THd, dk_TGd, dv_TGd."""
-    dq, dk, dv = (clear_tail(x.new_empty(x.shape), cu_seqlens) for x in (q_THd, k_TGd, v_TGd))
+    do_THd: Tensor, qkv_TAd: Tensor, qk_Tad: Tensor, out_THd: Tensor, sums_HT: Tensor, cos_Th: Tensor, sin_Th: Tensor,
+    cu_seqlens: Tensor, max_seqlen: int, groups: int, causal: bool,
+) -> Tensor:  # fmt: skip
+    """dqkv_TAd."""
+    heads = out_THd.shape[1]
+    q_THd, k_TGd, v_TGd = qk_Tad[:, :heads], qk_Tad[:, heads:], qkv_TAd[:, heads + groups :]
+    gradients = (clear_tail(x.new_empty(x.shape), cu_seqlens) for x in (q_THd, k_TGd, v_TGd))
+    dq_THd, dk_TGd, dv_TGd = gradients
     _kernels().backward(
         q_THd, k_TGd, v_TGd, out_THd, do_THd, sums_HT, causal=causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, dq=dq, dk=dk, dv=dv,
+        max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, dq=dq_THd, dk=dk_TGd, dv=dv_TGd,
     )  # fmt: skip
-    return dq, dk, dv
+    return projection_gradient(dq_THd, dk_TGd, dv_TGd, cos_Th, sin_Th)
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal):
-        out_THd, sums_HT = flash_forward(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal)
-        ctx.max_seqlen, ctx.causal = max_seqlen, causal
-        ctx.save_for_backward(q_THd, k_TGd, v_TGd, out_THd, sums_HT, cu_seqlens)
+    def forward(ctx, qkv_TAd, cos_Th, sin_Th, cu_seqlens, max_seqlen, groups, causal):
+        out_THd, qk_Tad, sums_HT = flash_forward(qkv_TAd, cos_Th, sin_Th, cu_seqlens, max_seqlen, groups, causal)
+        ctx.options = (max_seqlen, groups, causal)
+        ctx.save_for_backward(qkv_TAd, qk_Tad, out_THd, sums_HT, cos_Th, sin_Th, cu_seqlens)
         return out_THd
 
     @staticmethod
     def backward(ctx, do_THd):
-        *saved, cu_seqlens = ctx.saved_tensors
-        return *flash_backward(do_THd, *saved, cu_seqlens, ctx.max_seqlen, ctx.causal), None, None, None
+        return flash_backward(do_THd.contiguous(), *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None
 
 
-def flash(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v within each sequence, [T, H, d] bf16; cu_seqlens int32 [S + 1], no length above max_seqlen."""
-    return _Flash.apply(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal)
+def flash(qkv_TAd: Tensor, cos_Th: Tensor, sin_Th: Tensor, cu_seqlens: Tensor, max_seqlen: int, groups: int, causal: bool) -> Tensor:
+    """Rotary attention within each sequence, [T, H, d] bf16, of a contiguous projection [T, H + 2G, d].
+
+    cos_Th, sin_Th: fp32 [T, d/2]; cu_seqlens: int32 [S + 1]; no sequence is longer than max_seqlen.
+    """
+    return _Flash.apply(qkv_TAd, cos_Th, sin_Th, cu_seqlens, max_seqlen, groups, causal)

@@ -93,13 +93,10 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v within each sequence; returns [T, H, d] in q's dtype.
 
-    `max_seqlen` bounds the sequences' lengths and may exceed all of them. `kind`: `flash` are the kernels of flash-attn-4
-    (Hopper and later, bf16), `varlen` is torch's variable-length flash attention (CUDA, bf16 or fp16), `sdpa` one exact
-    call a sequence (any device and dtype; waits for the device on CUDA), `auto` is `varlen` where it runs, else `sdpa`.
-    Raises RequestError for `flash` and `varlen` where they cannot run.
+    `max_seqlen` bounds the sequences' lengths and may exceed all of them. `kind`: `varlen` is torch's variable-length
+    flash attention (CUDA, bf16 or fp16), `sdpa` one exact call a sequence (any device and dtype; waits for the device
+    on CUDA), `auto` the first where it runs. Raises RequestError for `varlen` where it cannot run.
     """
-    if kind == "flash":
-        return _flash(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal)
     fits = q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
     if kind == "varlen" and not fits:
         raise RequestError(
@@ -133,14 +130,6 @@ def _varlen(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal) -> Tensor:
     q, k, v = (torch.where(inside_T11, x, 0) for x in (q_THd, k_TGd, v_TGd))
     out_THd = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     return torch.where(inside_T11, out_THd, 0)
-
-
-def _flash(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal) -> Tensor:
-    if not q_THd.is_cuda:
-        raise RequestError("backend.attention: flash needs a GPU; use sdpa or auto on this device")
-    from bmoe.kernels.flash import flash  # imported here: it needs triton
-
-    return flash(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal)
 
 
 def _sdpa_per_sequence(q_THd, k_THd, v_THd, cu_seqlens, causal) -> Tensor:
@@ -213,7 +202,11 @@ class _FlashPerSequence(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Rotary self-attention. `qkv` holds the rows of all query heads, then key heads, then value heads."""
+    """Rotary self-attention. `qkv` holds the rows of all query heads, then key heads, then value heads.
+
+    `kind`: as in `attention`, or `flash`: flash-attn-4 with the rotation in one pass before it and one behind its backward
+    (Hopper and later, bf16, no qk_norm).
+    """
 
     def __init__(self, width: int, heads: int, kv_heads: int, causal: bool, bias: bool, qk_norm: str | None, kind: str):
         super().__init__()
@@ -237,6 +230,17 @@ class Attention(nn.Module):
         return rotate(q_THd, layout.cos_Th, layout.sin_Th), rotate(k_TGd, layout.cos_Th, layout.sin_Th), v_TGd
 
     def forward(self, x_TD: Tensor, layout: Layout) -> Tensor:
+        if self.kind == "flash":
+            return self.output(self._flash(x_TD, layout).flatten(1))
         q_THd, k_TGd, v_TGd = self.project(x_TD, layout)
         out_THd = attention(q_THd, k_TGd, v_TGd, layout.cu_seqlens, layout.max_seqlen, self.causal, self.kind)
         return self.output(out_THd.flatten(1))
+
+    def _flash(self, x_TD: Tensor, layout: Layout) -> Tensor:
+        if not x_TD.is_cuda:
+            raise RequestError("backend.attention: flash needs a GPU; use sdpa or auto on this device")
+        from bmoe.kernels.flash import flash  # imported here: it needs triton
+
+        qkv_TAd = self.qkv(x_TD).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        angles = (layout.cos_Th, layout.sin_Th)
+        return flash(qkv_TAd, *angles, layout.cu_seqlens, layout.max_seqlen, self.kv_heads, self.causal)

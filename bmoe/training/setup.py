@@ -90,7 +90,7 @@ def choose_attention(recipe: Recipe, device: torch.device) -> tuple[str, str | N
         return asked, None
     from bmoe.kernels.flash import why_not  # imported here: it needs triton
 
-    hindrance = why_not(device, torch.bfloat16, model.width // model.heads)
+    hindrance = "it knows no model.qk_norm" if model.qk_norm else why_not(device, torch.bfloat16, model.width // model.heads)
     if asked == "flash" and hindrance:
         raise RequestError(f"backend.attention: flash cannot run, because {hindrance}; use varlen or auto")
     if hindrance:

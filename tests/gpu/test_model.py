@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from bmoe.kernels import flash
-from bmoe.model.attention import attention
+from bmoe.model.attention import Rotary, attention, rotate
 from bmoe.model.transformer import Transformer, Vocabulary
 from bmoe.recipe import BackendSection, ModelSection, MoESection
 
@@ -69,23 +69,34 @@ def train(model, batch, jitter_key=None):
 
 @pytest.mark.parametrize("kind", ["varlen", "flash"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads", [(4, 4, 16), (8, 2, 64), (20, 20, 128)])
+@pytest.mark.parametrize("heads", [(4, 4, 16), (8, 2, 64), (16, 16, 64), (20, 20, 128)])
 def test_packed_attention_equals_float64(kind, causal, heads):
+    """Rotation and attention of a projection, values and gradient."""
     H, G, d = heads
     hindrance = flash.why_not(torch.device("cuda"), torch.bfloat16, d)
     if kind == "flash" and hindrance:
         pytest.skip(hindrance)
     bounds = torch.tensor([0, 7, 7, 140, 700, 700], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
-    q, k, v, upstream = (torch.randn(1500, n, d, generator=generator, dtype=torch.float64).bfloat16() for n in (H, G, G, H))
-    leaves = [x.cuda().requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, bounds.cuda(), 600, causal, kind)
-    grads = torch.autograd.grad(out, leaves, upstream.cuda())
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    expected = attention(*exact, bounds, 600, causal)
-    wanted = torch.autograd.grad(expected, exact, upstream.double())
-    assert not out[700:].any() and not any(g[700:].any() for g in grads), "slots of no sequence, beyond max_seqlen too"
-    for got, want in zip((out, *grads), (expected, *wanted), strict=True):
+    qkv, upstream = (torch.randn(1500, n, d, generator=generator, dtype=torch.float64).bfloat16() for n in (H + 2 * G, H))
+    rotary = Rotary(d, 10000.0)
+    rotary.initialize()
+    cos, sin = rotary(torch.arange(1500) % 333)
+
+    def run(qkv, cos, sin, bounds, kind):
+        if kind == "flash":
+            return flash.flash(qkv, cos, sin, bounds, 600, G, causal)
+        turned, v = qkv.split((H + G, G), dim=1)
+        return attention(*rotate(turned, cos, sin).split((H, G), dim=1), v, bounds, 600, causal, kind)
+
+    leaf = qkv.cuda().requires_grad_()
+    out = run(leaf, cos.cuda(), sin.cuda(), bounds.cuda(), kind)
+    grad = torch.autograd.grad(out, leaf, upstream.cuda())[0]
+    exact = qkv.double().requires_grad_()
+    expected = run(exact, cos.double(), sin.double(), bounds, "auto")
+    wanted = torch.autograd.grad(expected, exact, upstream.double())[0]
+    assert not out[700:].any() and not grad[700:].any(), "slots of no sequence, beyond max_seqlen too"
+    for got, want in ((out, expected), *zip(grad.split((H, G, G), 1), wanted.split((H, G, G), 1), strict=True)):
         error = (got.cpu().double() - want).norm() / want.norm()
         assert error < 0.01, error
 
