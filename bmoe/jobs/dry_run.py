@@ -31,6 +31,7 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
             f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x --world = "
             f"{recipe.data.tokens_per_batch} x {world}"
         )
+    asked = recipe
     try:
         recipe, reasons = setup.resolve(recipe, World(device, size=world))
         resolved_for = f"resolved for {world} x {device.type}"
@@ -39,7 +40,7 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
     folder = shard_folder(recipe)
     letters = alphabet(recipe.data.alphabet, folder)
     parameters = counts.parameters(recipe.model, letters.size)
-    estimate = profiling.estimate(recipe, world, chip)
+    estimate = profiling.estimate(asked, world, chip)
     mean = recipe.data.max_length  # tokens of a full-length sequence, the dearest case for attention
     flops = counts.training_flops(recipe.model, letters.size, 1.0, float(mean))
     prepared = (folder / MANIFEST).is_file()

@@ -6,7 +6,7 @@ from bmoe.data.loader import build_sampler
 from bmoe.data.sampler import Position
 from bmoe.data.shards import MANIFEST, Shards
 from bmoe.precision import conditions
-from bmoe.profiling import chips, memory, predict
+from bmoe.profiling import chips, fit, memory, predict
 from bmoe.profiling.bottleneck import bottleneck
 from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load
@@ -51,7 +51,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
         bf16 = predict.step(with_values(recipe, "precision", kind="bf16"), vocabulary, load, chip, world)["step_s"]
         found[chip.name] = result | {
             "memory": sizes,
-            "fits": memory.fits(sizes["peak"], chip),
+            "fits": fit.fits(sizes["peak"], chip),
             "speedup_over_bf16": bf16 / result["step_s"],
             "this_machine": chips.of_device(device_name) is chip,
             "bottleneck": bottleneck(_whole(result), result["batches_per_step"]),
@@ -66,12 +66,15 @@ def _whole(step: dict) -> dict[str, dict]:
 
 
 def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
-    """What `train --dry-run` says of memory and speed: per rank, from shapes, for `chip` or every known one."""
+    """What `train --dry-run` says of memory and speed: per rank, from shapes, for `chip` or every known one.
+
+    `auto` in the recipe's backend is taken as it becomes on those GPUs, whatever machine this runs on.
+    """
     shards, source = open_data(recipe)
     load, vocabulary = expected_load(recipe, shards), shards.alphabet.size
     predicted = predictions(recipe, shards, "", world, chip)
     sizes = memory.by_category(recipe, vocabulary, load, world, chips.find(chip) if chip else None)
     for name, entry in predicted.items():
-        entry["largest_tokens_per_batch"] = memory.largest_batch(recipe, vocabulary, load, world, chips.find(name))
-        entry["advice"] = memory.advice(recipe, entry["memory"], chips.find(name), world, entry["largest_tokens_per_batch"])
+        entry["largest_tokens_per_batch"] = fit.largest_batch(recipe, vocabulary, load, world, chips.find(name))
+        entry["advice"] = fit.advice(recipe, vocabulary, load, world, chips.find(name))
     return {"world": world, "memory": sizes, "predicted": predicted, "data": source, "label": "predicted from shapes, not measured"}

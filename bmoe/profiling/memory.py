@@ -19,7 +19,6 @@ from bmoe.profiling.work import Load, layout, parameters
 from bmoe.recipe import Recipe
 
 GIB = 2**30
-RESERVE = 0.94  # share of a GPU's memory that tensors can use: the rest is the context, libraries and fragmentation
 
 
 def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, float]:
@@ -77,18 +76,26 @@ def _expert_rows(kind: str, experts: str, N: float, D: int, C: int, F: int, b: i
     return N * (D + F) * b + N * (2 * C) * 4
 
 
-def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chip: Chip | None = None) -> dict[str, float]:
-    """GiB of one rank: weights, gradients, optimizer, activations, workspace, peak. `chip` decides whether units stay gathered.
-
-    `recipe.backend.compile` and `.experts` should be resolved; `auto` counts as compiled, triton in bf16, te below.
-    """
-    backend = recipe.backend
+def on_a_gpu(recipe: Recipe) -> Recipe:
+    """The recipe with `auto` of its backend as it is resolved on a data-center GPU that has its precision."""
+    backend, model, precision = recipe.backend, recipe.model, recipe.precision
     update = {}
     if backend.compile == "auto":
         update["compile"] = True
+    if backend.attention == "auto":
+        update["attention"] = "sdpa" if precision.kind == "fp32" else "varlen"
     if backend.experts == "auto":
-        update["experts"] = {"bf16": "triton", "fp32": "grouped"}.get(recipe.precision.kind, "te")
-    recipe = recipe.model_copy(update={"backend": backend.model_copy(update=update)})
+        plain = model.ffn == "swiglu" and not model.bias and not precision.emulate
+        update["experts"] = {"bf16": "triton", "fp32": "grouped"}.get(precision.kind, "te") if plain else "grouped"
+    return recipe.model_copy(update={"backend": backend.model_copy(update=update)})
+
+
+def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chip: Chip | None = None) -> dict[str, float]:
+    """GiB of one rank: weights, gradients, optimizer, activations, workspace, peak. `chip` decides whether units stay gathered.
+
+    `auto` in `recipe.backend` counts as what it becomes on a GPU that has the precision.
+    """
+    recipe = on_a_gpu(recipe)
     model = recipe.model
     p = parameters(model, vocabulary)
     _, shard, expert = layout(recipe.parallel, world)
@@ -128,49 +135,3 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     sizes = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "activations": end_of_forward}
     sizes |= {"workspace": workspace, "peak": peak}
     return {name: size / GIB for name, size in sizes.items()}
-
-
-def fits(peak_gib: float, chip: Chip) -> bool:
-    """Whether a peak fits one GPU of `chip`."""
-    return peak_gib <= chip.memory_gib * RESERVE
-
-
-def scaled(load: Load, tokens: int) -> Load:
-    """The same mixture of sequences in another number of slots."""
-    share = tokens / load.tokens
-    return Load(tokens, int(load.real * share), load.pairs * share, max(1, int(load.targets * share)))
-
-
-def largest_batch(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) -> int:
-    """Largest `data.tokens_per_batch` (the recipe's own or it doubled or halved, dividing the step) that fits one GPU; 0 if none does."""
-    best, tokens = 0, recipe.data.tokens_per_batch
-    while tokens % 2 == 0 and tokens > max(1024, recipe.data.max_length):
-        tokens //= 2
-    while tokens * world <= recipe.training.tokens_per_step:
-        if recipe.training.tokens_per_step % (tokens * world) == 0:
-            data = recipe.data.model_copy(update={"tokens_per_batch": tokens})
-            if fits(by_category(recipe.model_copy(update={"data": data}), vocabulary, scaled(load, tokens), world, chip)["peak"], chip):
-                best = tokens
-        tokens *= 2
-    return best
-
-
-def advice(recipe: Recipe, memory: dict[str, float], chip: Chip, world: int, largest: int) -> list[str]:
-    """What to change, most effective first, when a recipe does not fit one GPU of `chip`; [] if it does."""
-    if fits(memory["peak"], chip):
-        return []
-    static = memory["weights"] + memory["gradients"] + memory["optimizer"]
-    room = chip.memory_gib * RESERVE
-    found = []
-    if static > room:
-        need = -(-int(static * world + 1) // int(room))
-        alone = f"weights, gradients and optimizer alone are {static:.0f} GiB a GPU"
-        found.append(f"{alone}: use at least {need} GPUs (parallel.data_shard: auto)")
-        if recipe.optimizer.state_dtype == "fp32":
-            found.append("set optimizer.state_dtype: bf16, which halves the moments")
-    if largest and largest < recipe.data.tokens_per_batch:
-        found.append(f"set data.tokens_per_batch: {largest}, the largest that fits")
-    if recipe.backend.recompute != "full":
-        more = "experts" if recipe.backend.recompute == "none" else "full"
-        found.append(f"set backend.recompute: {more}, which keeps less for the backward pass")
-    return found

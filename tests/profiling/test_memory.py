@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from bmoe.data.loader import build_batch, build_sampler
 from bmoe.data.sampler import Position
-from bmoe.profiling import chips, memory
+from bmoe.profiling import memory
 from bmoe.profiling.memory import GIB, by_category
 from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load
@@ -94,16 +94,14 @@ def test_sharding_divides_and_recomputation_lowers(recipe_of):
     assert peaks[0] > peaks[1] > peaks[2]
 
 
-def test_what_does_not_fit_gets_advice_that_helps(recipe_of):
-    recipe = recipe_of(model={"layers": 24, "width": 1280, "heads": 20, "moe": {"expert_width": 3584}}, precision={"kind": "bf16"},
-                       data={"tokens_per_batch": 131072, "max_length": 1024}, training={"tokens_per_step": 2097152})  # fmt: skip
-    load = Load(131072, 130000, 130000 * 450.0, 19000)
-    h100 = chips.find("h100")
-    sizes = by_category(recipe, 33, load, 8)
-    assert not memory.fits(sizes["peak"], h100)
-    largest = memory.largest_batch(recipe, 33, load, 8, h100)
-    assert 1024 <= largest < 131072
-    assert any(str(largest) in line for line in memory.advice(recipe, sizes, h100, 8, largest))
-    data = recipe.data.model_copy(update={"tokens_per_batch": largest})
-    smaller = by_category(recipe.model_copy(update={"data": data}), 33, memory.scaled(load, largest), 8)
-    assert memory.fits(smaller["peak"], h100) and not memory.advice(recipe, smaller, h100, 8, largest)
+def test_auto_counts_as_what_it_becomes_on_a_gpu(recipe_of):
+    def resolved(**sections):
+        backend = memory.on_a_gpu(recipe_of(**sections)).backend
+        return backend.experts, backend.attention, backend.compile
+
+    assert resolved(precision={"kind": "bf16"}) == ("triton", "varlen", True)
+    assert resolved(precision={"kind": "fp8_current"}) == ("te", "varlen", True)
+    assert resolved(precision={"kind": "mxfp8", "emulate": True}) == ("grouped", "varlen", True)
+    assert resolved(precision={"kind": "bf16"}, model={"ffn": "gelu"}) == ("grouped", "varlen", True)
+    assert resolved(precision={"kind": "fp32"}) == ("grouped", "sdpa", True)
+    assert resolved(precision={"kind": "bf16"}, backend={"experts": "loop", "compile": False}) == ("loop", "varlen", False)
