@@ -11,12 +11,32 @@ expert a row is for. Slots of the dummy tail (expert E) are not sent and add not
 the business of the experts' implementation, after the wire. The shared expert runs while the counts are on their way.
 """
 
+import importlib.metadata
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+
+TE_NEEDS_NCCL = (2, 30, 4)
+"""NCCL of Transformer Engine's expert parallelism (its documentation, 2.17 and later)."""
+
+
+def why_torch_exchanges(device: torch.device) -> str:
+    """Why rows travel by torch's all-to-all and not by Transformer Engine's NCCL expert parallelism, in words."""
+    if device.type != "cuda":
+        return "torch's all-to-all over gloo: Transformer Engine's exchange needs GPUs"
+    nccl = torch.cuda.nccl.version()
+    if nccl < TE_NEEDS_NCCL:
+        have, need = (".".join(map(str, version)) for version in (nccl, TE_NEEDS_NCCL))
+        return f"torch's all-to-all: Transformer Engine's exchange needs NCCL {need}, and this is {have}"
+    try:
+        importlib.metadata.version("transformer-engine-torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch's all-to-all: Transformer Engine is not installed"
+    return "torch's all-to-all: Transformer Engine's exchange could be had, but has never been run with bmoe"
 
 
 class Plan(NamedTuple):

@@ -12,6 +12,7 @@ from bmoe.errors import RequestError
 from bmoe.model.experts.auto import choose
 from bmoe.model.transformer import Transformer, Vocabulary, initial_value
 from bmoe.parallel import shard
+from bmoe.parallel.dispatch import why_torch_exchanges
 from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
 from bmoe.training.optimizer import AdamW, is_matrix
@@ -63,6 +64,8 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
     if compiled == "auto":
         compiled = cuda
         reasons["backend.compile"] = "auto: pays on GPUs" if cuda else "auto: compiling costs more than it saves on CPUs"
+    if parallel.expert > 1:
+        reasons["parallel.expert"] = why_torch_exchanges(world.device)
     graphs, hindrance = backend.graphs, why_no_graphs(recipe, world, experts, attention)
     if graphs == "auto":
         graphs = hindrance is None

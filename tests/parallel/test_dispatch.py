@@ -26,3 +26,13 @@ def test_the_passes_of_a_gpu_equal_plain_torch(monkeypatch, sent):
     monkeypatch.setattr(dispatch, "_has_kernel", lambda x: True)
     assert torch.equal(dispatch._spread(x_TD, order_S, row_N, 3), spread)
     assert torch.allclose(dispatch._sum_rows(rows_SD, row_N, 3), summed, rtol=1e-6, atol=1e-6)
+
+
+def test_the_reason_for_the_transport_names_what_is_missing(monkeypatch):
+    from bmoe.parallel import dispatch
+
+    assert "gloo" in dispatch.why_torch_exchanges(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert "needs NCCL 2.30.4, and this is 2.28.9" in dispatch.why_torch_exchanges(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 4))
+    assert "NCCL 2.30.4," not in dispatch.why_torch_exchanges(torch.device("cuda"))
