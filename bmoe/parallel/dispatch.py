@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-
 TE_NEEDS_NCCL = (2, 30, 4)
 """NCCL of Transformer Engine's expert parallelism (its documentation, 2.17 and later)."""
 
