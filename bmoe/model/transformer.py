@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bmoe.model.attention import Attention, Rotary
-from bmoe.model.layers import FeedForward, Layout, Linear, Norm, default_ffn_width, wide
+from bmoe.model.layers import NORM_EPS, FeedForward, Layout, Linear, Norm, default_ffn_width, wide
 from bmoe.model.moe import MoE
 from bmoe.model.router import layer_key
 from bmoe.recipe import BackendSection, ModelSection, PrecisionSection
@@ -61,6 +61,7 @@ class Block(nn.Module):
             kind=backend.attention,
         )
         self.ffn_norm = Norm(model.norm, model.width, model.bias)
+        self.fused_norm = backend.experts == "triton" and model.norm == "rmsnorm"
         self.is_moe = model.moe is not None and layer >= model.moe.dense_layers
         if self.is_moe:
             self.ffn = MoE(model, backend, precision)
@@ -78,7 +79,12 @@ class Block(nn.Module):
         return x_TD + y_TD, (routing.balance, routing.z, routing.counts_E)
 
     def _attend(self, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), layout)
+        attended_TD = self.attention(self.attention_norm(x_TD), layout)
+        if self.fused_norm and x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
+            from bmoe.kernels.norm import add_norm  # imported here: it needs triton
+
+            return add_norm(x_TD, attended_TD, self.ffn_norm.weight, NORM_EPS)
+        x_TD = x_TD + attended_TD
         return x_TD, self.ffn_norm(x_TD)
 
 

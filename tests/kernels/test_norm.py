@@ -1,0 +1,39 @@
+"""The fused residual sum and RMSNorm against float64, values and every gradient, through Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bmoe.kernels import norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def reference(x, y, w, eps):
+    s = x + y
+    return s, s / (s.square().mean(-1, keepdim=True) + eps).sqrt() * w
+
+
+@pytest.mark.parametrize("programs", [528, 3])
+@pytest.mark.parametrize("shape", [(37, 64), (5, 1280), (9, 100), (1, 1), (16, 320)])
+def test_values_and_gradients(shape, programs, monkeypatch):
+    monkeypatch.setattr(norm, "PROGRAMS", programs)
+    monkeypatch.setattr(norm, "ELEMENTS", 512)
+    torch.manual_seed(0)
+    x, y, ds, dh = (torch.randn(shape, device=DEVICE) for _ in range(4))
+    w = torch.randn(shape[1], device=DEVICE)
+    leaves = [t.clone().requires_grad_() for t in (x, y, w)]
+    exact = [t.double().requires_grad_() for t in (x, y, w)]
+    out, want = norm.add_norm(*leaves, 1e-5), reference(*exact, 1e-5)
+    grads = torch.autograd.grad(out, leaves, (ds, dh))
+    wanted = torch.autograd.grad(want, exact, (ds.double(), dh.double()))
+    for got, expected in zip((*out, *grads), (*want, *wanted), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_no_tokens_give_no_gradient():
+    leaves = [torch.zeros(0, 8, device=DEVICE, requires_grad=True) for _ in range(2)] + [torch.ones(8, device=DEVICE, requires_grad=True)]
+    s, h = norm.add_norm(*leaves, 1e-5)
+    (s.sum() + h.sum()).backward()
+    assert s.shape == h.shape == (0, 8) and not leaves[2].grad.any()
