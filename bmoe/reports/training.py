@@ -13,6 +13,7 @@ from bmoe.recipe import Recipe, load
 from bmoe.reports import perplexity as perplexity_parts
 from bmoe.reports.page import details, grid, number, page, section, table, tiles
 from bmoe.reports.plots import Series, heat_map, line_plot
+from bmoe.reports.quantisation import quantisation_section
 
 COLUMNS = 40  # of the heat maps over steps
 
@@ -63,6 +64,7 @@ def _render(records: list[dict], recipe: Recipe, recipe_text: str, results: dict
         section("Learning", grid(*_learning(records, steps)), text=_learning_text(recipe)),
         perplexity_parts.sections(results),
         _expert_section(records, results) if moe else "",
+        quantisation_section(records),
         section("Speed and stability", grid(*_speed(records, steps))),
         section("Numbers", _validations(records), details("All logged steps", _all_steps(records)), details("Recipe", recipe_text)),
     ]

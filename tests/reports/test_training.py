@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from bmoe.errors import RequestError
+from bmoe.reports.quantisation import quantisation_section
 from bmoe.reports.training import write_training_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -94,3 +95,31 @@ def test_no_metrics_is_a_request_error(make_run, tmp_path):
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(RequestError, match="cannot be read"):
         write_training_report(folder)
+
+
+def rounding(error: float) -> dict:
+    entry = {
+        "error": [None, error, 2 * error],
+        "underflow": [None, 0.01, 0.03],
+        "saturation": [None, 0.0, 0.0],
+        "scales": [4] + [0] * 5 + [27, 9] + [0] * 8,
+    }
+    return {name: entry for name in ("input_1", "weight_1", "gradient_1", "input_2", "weight_2", "gradient_2")}
+
+
+def test_rounding_is_shown_where_it_was_recorded():
+    assert quantisation_section([{"step": 1, "loss": 3.0}]) == ""
+    shown = quantisation_section([{"step": 1, "quantisation": rounding(0.04)}, {"step": 5}, {"step": 10, "quantisation": rounding(0.026)}])
+    for needed in ("gradient, product 2: 3.900 at 10", "gradient, product 2: 6.000 at 1", "after step 10", "2^-32", "2^-16"):
+        assert needed in shown, needed  # means over the layers that were rounded
+    assert "input, product 1</td><td>3.900</td><td>2.000</td><td>0</td><td>5.200</td><td>3</td>" in shown
+    assert "2^-16, weight: 22.50" in shown and "Blocks of zeros: 10.0% of input" in shown and "2^-48" not in shown
+
+
+def test_a_run_with_rounding_has_the_section(make_run):
+    folder = make_run()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["quantisation"] = rounding(0.03)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    text, _ = check(write_training_report(folder))
+    assert "<h2>Rounding</h2>" in text
