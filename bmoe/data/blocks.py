@@ -1,7 +1,7 @@
 """Cut a stream of bytes into blocks of whole records.
 
 A record begins at a `>` that begins a line. A block is about TARGET bytes and ends where a record ends, so that blocks are
-parsed alone, by any worker. A record of more than LIMIT bytes (a chromosome of a large genome) comes in fragments.
+parsed alone, by any worker. A record of more than LIMIT bytes (a chromosome of a large genome) comes in fragments of about FRAGMENT.
 Whether a record is cut into fragments depends on the record alone, never on where blocks happen to end.
 """
 
@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from bmoe.errors import RequestError
 
-TARGET = 1 << 20
+TARGET = 4 << 20  # enough that what Python does for each block hardly counts
+FRAGMENT = 1 << 20
 LIMIT = 32 << 20  # more than TARGET plus the largest chunk of a stream
 BOM = b"\xef\xbb\xbf"
 
@@ -56,7 +57,9 @@ class _Buffer:
         return taken
 
 
-def cut(chunks: Iterator[bytes], begin: int, stop: int | None, target: int = TARGET, limit: int = LIMIT) -> Iterator[Piece]:
+def cut(
+    chunks: Iterator[bytes], begin: int, stop: int | None, target: int = TARGET, limit: int = LIMIT, fragment: int = FRAGMENT
+) -> Iterator[Piece]:
     """Pieces of the records that begin at offset `begin` or later and before `stop` (None: all).
 
     Args:
@@ -84,7 +87,7 @@ def cut(chunks: Iterator[bytes], begin: int, stop: int | None, target: int = TAR
             wanted = min(2 * len(data), limit + 1)
             continue
         if (at < 0 or at > limit) and not 0 <= first_record(data, 0) <= limit:
-            yield from _fragments(buffer, target, limit)
+            yield from _fragments(buffer, fragment, limit)
         else:
             data = buffer.take(at)
             yield Piece(data, buffer.base)
@@ -157,7 +160,7 @@ def _skip_preamble(buffer: _Buffer) -> tuple[int, int]:
         buffer.take(len(BOM))
     skipped, text = 0, 0
     while True:
-        buffer.fill(TARGET)
+        buffer.fill(FRAGMENT)
         if buffer.data.startswith(b">"):
             return skipped, text
         at = first_record(buffer.data, 0)

@@ -76,6 +76,11 @@ def find(inputs: list[str], format: str) -> list[Source]:
     return [_source(name) for name in names]
 
 
+def described(sources: list[Source]) -> list[list]:
+    """Names and sizes, for the manifest."""
+    return [[source.name, source.size] for source in sources]
+
+
 def _source(name: str) -> Source:
     if name == STDIN:
         return Source(name, "stdin", 0)

@@ -2,24 +2,26 @@
 
     inputs -> tasks -> workers (parse, clean, cut, hash) -> ledger (duplicates, places) -> workers (write) -> manifest
 
-Memory does not grow with the input but for the set of hashes that finds duplicates (at most 16 bytes a sequence).
+What works on bytes is compiled (`compiled.py`) and takes half a second to load, so it is imported when it is needed. Memory does not
+grow with the input but for the set of hashes that finds duplicates (at most 16 bytes a sequence).
 """
 
 import errno
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bmoe.data import inputs
 from bmoe.data.alphabet import is_bpe
-from bmoe.data.merge import merge
 from bmoe.data.options import PrepareOptions
-from bmoe.data.run import Progress, Run, described
 from bmoe.data.shards import MANIFEST, read_manifest
-from bmoe.data.verify import verify
 from bmoe.errors import RequestError, RunError
 
-__all__ = ["PrepareOptions", "Progress", "merge", "prepare", "verify"]
+if TYPE_CHECKING:
+    from bmoe.data.run import Progress, Run
+
+__all__ = ["PrepareOptions", "prepare"]
 
 DRY_RUN = 100_000_000  # bytes of input read by a dry run
 
@@ -33,13 +35,13 @@ def prepare(
     resume: bool = False,
     part: tuple[int, int] | None = None,
     dry_run: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: "Callable[[Progress], None] | None" = None,
 ) -> dict:
     """Prepare inputs into the folder `out`.
 
     Args:
         names: files, globs, directories, or `-`.
-        workers: processes that parse; 1 is this one.
+        workers: threads that parse.
         resume: go on where a killed preparation with the same inputs and options stopped (or start).
         part: (i, n): only part i of n, from 1, for the machines of a job array; join with `merge`.
         dry_run: read the first DRY_RUN bytes into a folder that is removed, and predict.
@@ -50,7 +52,7 @@ def prepare(
     """
     options = options or PrepareOptions()
     if workers < 1:
-        raise RequestError("--workers is the number of processes that parse, 1 or more")
+        raise RequestError("--workers is the number of threads that parse, 1 or more")
     if part is not None and not 1 <= part[0] <= part[1]:
         raise RequestError(f"--part {part[0]}/{part[1]} should be i/n with i from 1 to n")
     if part is not None and is_bpe(options.alphabet):
@@ -63,9 +65,15 @@ def prepare(
     if done is not None:
         return done
     try:
-        return Run(sources, out, options, workers, part, progress).run(resume)
+        return _run(sources, out, options, workers, part, progress).run(resume)
     except OSError as error:
         raise _disk(error, out) from error
+
+
+def _run(*request) -> "Run":
+    from bmoe.data.run import Run  # imported here: it takes a moment, and commands that find their data prepared do without
+
+    return Run(*request)
 
 
 def _disk(error: OSError, out: Path) -> Exception:
@@ -89,7 +97,7 @@ def _already(sources, out: Path, options: PrepareOptions, part) -> dict | None:
     if differing:
         raise RequestError(f"{out} was prepared with other options ({', '.join(differing)}): name another --out, or remove it")
     before, now = ([(Path(name).name, size) for name, size in pairs] for pairs in (
-        [(s["name"], s["size"]) for s in manifest["inputs"]], described(sources),
+        [(s["name"], s["size"]) for s in manifest["inputs"]], inputs.described(sources),
     ))  # a file is the same under another path  # fmt: skip
     if before != now or any(s.kind == "stdin" for s in sources):
         raise RequestError(f"{out} was prepared from other inputs: name another --out, or remove it")
@@ -103,7 +111,7 @@ def _dry_run(sources, out: Path, options: PrepareOptions, workers: int, progress
         place = place.parent
     try:
         with tempfile.TemporaryDirectory(prefix=".bmoe-dry-run-", dir=place) as folder:
-            run = Run(sources, Path(folder) / "out", options, workers, None, progress, limit=DRY_RUN)
+            run = _run(sources, Path(folder) / "out", options, workers, None, progress, DRY_RUN)
             result = run.run(False)
             size = sum(path.stat().st_size for path in (Path(folder) / "out").iterdir())
             done, total = run.plan.position(run.source, run.offset), run.plan.total

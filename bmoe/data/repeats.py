@@ -1,11 +1,16 @@
-"""Which of many 64-bit hashes stand more than once, in little memory: a file of them is dealt into buckets, then sorted."""
+"""Which of many 64-bit hashes stand more than once, in little memory: a file of them is dealt into buckets, and of each bucket the few
+are sorted that share their last bits with others."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from bmoe.data.compiled import compiled
+
 ROWS = 1 << 21  # of a bucket
+BITS = 25  # last bits of a hash by which those that may stand twice are told
+_U = np.uint64
 
 
 def buckets(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -43,17 +48,34 @@ def repeated(path: Path, dtype: np.dtype, keep: int) -> tuple[int, np.ndarray]:
     """How many rows have a hash that an earlier row has, and the first `keep` of them, in the file's order by source and line."""
     count, found = 0, []
     for rows in buckets(path, dtype):
-        ordered = np.sort(np.ascontiguousarray(rows["hash"]))
-        if not (ordered[1:] == ordered[:-1]).any():
-            continue  # the usual case, and sorting without the order is far quicker
-        order = np.argsort(rows["hash"], kind="stable")
-        rows = rows[order]
+        rows = rows[_doubtful(np.ascontiguousarray(rows["hash"]))]
+        rows = rows[np.argsort(rows["hash"], kind="stable")]
         again = rows[1:][rows["hash"][1:] == rows["hash"][:-1]]
         count += again.size
         found.append(again)
         if sum(map(len, found)) > 4 * keep:
             found = [_first(found, keep)]
     return count, _first(found, keep) if found else np.zeros(0, dtype)
+
+
+def _doubtful(hash_n: np.ndarray) -> np.ndarray:
+    """Rows whose hash may stand more than once: all that do, and few others."""
+    once, twice = np.zeros(1 << BITS - 6, np.uint64), np.zeros(1 << BITS - 6, np.uint64)
+    doubtful = np.empty(hash_n.size, bool)
+    _mark(hash_n, once, twice, doubtful)
+    return np.flatnonzero(doubtful)
+
+
+@compiled
+def _mark(hash_n, once, twice, doubtful):
+    last = _U((1 << BITS) - 1)
+    for key in hash_n:
+        word, bit = (key & last) >> _U(6), _U(1) << (key & _U(63))
+        twice[word] |= once[word] & bit
+        once[word] |= bit
+    for row in range(hash_n.size):
+        key = hash_n[row]
+        doubtful[row] = (twice[(key & last) >> _U(6)] >> (key & _U(63))) & _U(1)
 
 
 def _first(found: list[np.ndarray], keep: int) -> np.ndarray:

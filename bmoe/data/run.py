@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from bmoe.data import bpe, digests, finish, inputs, repeats
+from bmoe.data import bpe, digests, finish, inputs, repeats, tasks
 from bmoe.data.alphabet import TOKENIZER_FILE, alphabet, dna, is_bpe
 from bmoe.data.batch import Builder
 from bmoe.data.bulk import PARTIAL
@@ -34,10 +34,6 @@ class Progress:
     text: int
     records: int
     seconds: float
-
-
-def described(sources: list[inputs.Source]) -> list[list]:
-    return [[source.name, source.size] for source in sources]
 
 
 class Run:
@@ -79,7 +75,8 @@ class Run:
         return lock
 
     def _request(self) -> dict:
-        return {"options": self.options.as_dict(), "inputs": described(self.sources), "part": list(self.part) if self.part else None}
+        part = list(self.part) if self.part else None
+        return {"options": self.options.as_dict(), "inputs": inputs.described(self.sources), "part": part, "unit": tasks.UNIT}
 
     def _journal(self, resume: bool) -> dict | None:
         """The journal to go on from, or None to start."""

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bmoe.data import inputs
-from bmoe.data.blocks import Piece, cut, first_record
+from bmoe.data.blocks import TARGET, Piece, cut, first_record
 from bmoe.data.formats import as_fasta
 from bmoe.data.inputs import Source
 from bmoe.data.options import PrepareOptions
 from bmoe.errors import RequestError
 
-UNIT = 4 << 20  # bytes of a range: enough that what Python does for each hardly counts
+UNIT = TARGET  # bytes of a range
 CHUNK = 1 << 20
 HASHED = 1 << 20  # bytes hashed at a time: they stay in the cache, and the thread seldom needs the interpreter
 MARGIN = 16 << 10  # bytes in which the next record is looked for first

@@ -57,14 +57,18 @@ def merge(names: list[str], out: str | None) -> dict:
     """Join parts of a job array into `out`."""
     if not names or not out:
         raise RequestError("--merge needs the folders of the parts and --out DIR")
-    results = rooms.merge(names, out)
+    from bmoe.data.merge import merge as join  # imported here, as is what `prepare` needs: it takes a moment
+
+    results = join(names, out)
     page.write(results["directory"], results)
     return results
 
 
 def verify(directory: str) -> dict:
     """Check every hash and offset of a prepared folder."""
-    return rooms.verify(directory)
+    from bmoe.data.verify import verify as check  # imported here: it takes a moment
+
+    return check(directory)
 
 
 def show(results: dict) -> None:

@@ -62,3 +62,11 @@ def test_where_no_cache_can_be_written_everything_is_compiled_again():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == f"{xxh3_64_intdigest(bytes(range(9)))}\n", done.stderr
+
+
+def test_only_preparing_loads_the_compiler():
+    """Commands that read prepared data do not wait for it."""
+    code = (
+        "import sys\nimport bmoe.jobs.train, bmoe.jobs.evaluate, bmoe.jobs.prepare, bmoe.data.loader\nassert 'numba' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -21,8 +21,10 @@ from bmoe.data.fasta import codes_of, parse
 from bmoe.data.hashing import name_hashes
 from bmoe.data.hashset import HashSet
 from bmoe.data.ledger import Ledger
-from bmoe.data.prepare import PrepareOptions, merge, prepare, verify
+from bmoe.data.merge import merge
+from bmoe.data.prepare import PrepareOptions, prepare
 from bmoe.data.shards import Shards
+from bmoe.data.verify import verify
 from bmoe.errors import RequestError, RunError
 
 HERE = Path(__file__).parent
@@ -239,8 +241,8 @@ def test_nothing_kept_is_an_error_with_the_reasons(tmp_path):
 def short_blocks(monkeypatch):
     """Records of more than 300 kB come in fragments of about 70 kB."""
     monkeypatch.setattr(compression, "OUTPUT", 50_000)
-    monkeypatch.setattr(blocks, "TARGET", 70_000)
-    monkeypatch.setattr(blocks.cut, "__defaults__", (70_000, 300_000))
+    monkeypatch.setattr(blocks, "FRAGMENT", 70_000)
+    monkeypatch.setattr(blocks.cut, "__defaults__", (70_000, 300_000, 70_000))
 
 
 def chromosome(length: int, seed: int) -> str:

@@ -14,8 +14,9 @@ import pytest
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
 from bmoe.data.inputs import bgzf_index, find
-from bmoe.data.prepare import PrepareOptions, prepare, verify
+from bmoe.data.prepare import PrepareOptions, prepare
 from bmoe.data.shards import Shards
+from bmoe.data.verify import verify
 from bmoe.errors import RequestError
 
 HERE = Path(__file__).parent
