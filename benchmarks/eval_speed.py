@@ -11,9 +11,10 @@ lengths, the rows the head runs on) take at that throughput. Wanted: a ratio of 
     pseudo      pseudo-perplexity of a budget of token slots
     masked, wt  the mutation scan by masked and wild-type marginals
     pll         the pseudo-log-likelihoods of a few of its variants
-    contacts    attention maps, features of all pairs of all chains, the regressions and the predictions of all folds
+    contacts features   attention maps and the features of all pairs of all chains
+    contacts    all of it: also reading the structures, families by alignment, regressions, intervals
 
-`contacts features` is the same without the regressions, which are no forward passes. Medians of the repeats after a first run.
+The last has work that is no forward pass of anything; its ratio says how much. Medians of the repeats after a first run.
 """
 
 import argparse
@@ -116,6 +117,7 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device,
     model, shards = random_model(recipe, letters, device), SyntheticShards(recipe)
     entry["forward_tflops"] = throughput(model, recipe, shards, device) / 1e12
     chains, wildtype = contacts.read_chains(arguments.structures), read_fasta(arguments.wildtype, letters)[0][1]
+    pairs = [contacts.known_pairs(chain) for chain in chains]
     text = "".join(letters.symbols[i] for i in wildtype)
     sites = read_variants(arguments.mutations, text, arguments.column).sites
 
@@ -127,7 +129,7 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device,
         "masked": scored("masked_marginal"),
         "wt": scored("wt_marginal"),
         "pll": scored("pll", PLL_VARIANTS),
-        "contacts features": lambda: contacts.pair_features(model, letters, chains, slots, device),
+        "contacts features": lambda: contacts.pair_features(model, letters, chains, pairs, slots, device),
         "contacts": lambda: contacts.evaluate(model, recipe, letters, arguments.structures, device),
     }
     for name, task in tasks.items():

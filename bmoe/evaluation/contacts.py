@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
+from bmoe.evaluation import l1
 from bmoe.evaluation.attention_maps import attention_maps
 from bmoe.evaluation.families import families, folds
-from bmoe.evaluation.files import science
 from bmoe.evaluation.forward import wrap
 from bmoe.evaluation.statistics import bootstrap
 from bmoe.evaluation.structures import Chain, read_chains
@@ -30,6 +30,7 @@ RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, None)}  # separatio
 SHARES = {"p_at_l": 1, "p_at_l2": 2, "p_at_l5": 5}
 NEAREST = 6
 TRAINING_CHAINS, FOLDS, PENALTY = 20, 5, 0.15
+FITTING = 2**34  # bytes of features that stay on the device
 SHOWN = 3  # chains whose maps are handed out for the report
 
 
@@ -38,28 +39,39 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str
 
     Returns chains, families, longer_than_trained (chains beyond `data.max_length`), per range p_at_l, p_at_l2, p_at_l5 with 95 %
     bootstrap intervals over families and the baseline of each, per_chain, and `maps` of some chains for a picture.
-    RequestError for a model that reads no proteins, fewer than two families, or a missing scikit-learn.
+    RequestError for a model that reads no proteins, or fewer than two families.
     """
     if letters.name != "protein":
         raise RequestError(f"contacts are of proteins, and this model reads {letters.name}")
-    linear = science("sklearn.linear_model", "contact prediction")
     chains = read_chains(directory)
     family = families([chain.sequence for chain in chains])
     if len(set(family)) < 2:
         raise RequestError(f"{directory}: cross-validation over families needs chains of two families, and there are {len(set(family))}")
-    tokens = [wrap(letters, letters.encode(chain.sequence.encode())) for chain in chains]
-    pairs = [_pairs(chain) for chain in chains]
-    maps = attention_maps(model, tokens, recipe.data.tokens_per_batch, device)
-    features = [_at(contact_features(found), *chosen[:2]) for found, chosen in zip(maps, pairs, strict=True)]
+    pairs = [known_pairs(chain) for chain in chains]
+    features = pair_features(model, letters, chains, pairs, recipe.data.tokens_per_batch, device)
+    contact = [torch.from_numpy(chosen[2]) for chosen in pairs]
 
     probability: list[np.ndarray] = [np.empty(0)] * len(chains)
     for test in folds(family, FOLDS):
         train = _spread([i for i in range(len(chains)) if i not in test], family)[:TRAINING_CHAINS]
-        fitted = fit(linear, np.concatenate([features[i] for i in train]), np.concatenate([pairs[i][2] for i in train]))
+        weights = l1.fit(torch.cat([features[i] for i in train]), torch.cat([contact[i] for i in train]), PENALTY, device)
         for i in test:
-            probability[i] = fitted.predict_proba(features[i])[:, 1]
+            probability[i] = l1.probability(features[i], weights).cpu().numpy()
     longer = sum(len(chain.sequence) + 2 > recipe.data.max_length for chain in chains)
     return _summary(chains, family, pairs, probability) | {"longer_than_trained": longer}
+
+
+def pair_features(
+    model: nn.Module, letters: Alphabet, chains: list[Chain], pairs: list[tuple], slots: int, device: torch.device
+) -> list[Tensor]:
+    """Features of the pairs (i, j, ...) of each chain, fp32 [P, A], on `device` if all of them fit into FITTING bytes, else in
+    the host's memory."""
+    tokens = [wrap(letters, letters.encode(chain.sequence.encode())) for chain in chains]
+    heads = sum(block.attention.heads for block in model.blocks)
+    fits = 4 * heads * sum(chosen[0].size for chosen in pairs) <= FITTING
+    home = device if fits else torch.device("cpu")
+    maps = attention_maps(model, tokens, slots, device)
+    return [_at(contact_features(found), *chosen[:2]).to(home) for found, chosen in zip(maps, pairs, strict=True)]
 
 
 def contact_features(maps_Ann: Tensor) -> Tensor:
@@ -70,13 +82,13 @@ def contact_features(maps_Ann: Tensor) -> Tensor:
     return both - row * column / total
 
 
-def _at(features_Ann: Tensor, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """Features of the pairs, [P, A]."""
-    where = torch.from_numpy(np.stack([i, j])).to(features_Ann.device)
-    return features_Ann[:, where[0], where[1]].T.float().cpu().numpy()
+def _at(features_Ann: Tensor, i: np.ndarray, j: np.ndarray) -> Tensor:
+    """Features of the pairs, fp32 [P, A]."""
+    where_P = torch.from_numpy(i * features_Ann.shape[2] + j).to(features_Ann.device)
+    return features_Ann.flatten(1).index_select(1, where_P).T.float().contiguous()
 
 
-def _pairs(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def known_pairs(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pairs i < j at least NEAREST apart whose contact is known, and whether they touch."""
     i, j = np.triu_indices(len(chain.sequence), NEAREST)
     known = chain.known()
@@ -93,11 +105,6 @@ def _spread(chains: list[int], family: list[int]) -> list[int]:
         seen[family[i]] = seen.get(family[i], 0) + 1
         order.append((seen[family[i]], i))
     return [i for _, i in sorted(order)]
-
-
-def fit(linear, features_PA: np.ndarray, contact_P: np.ndarray):
-    """ESM's L1 logistic regression. `linear`: the module sklearn.linear_model."""
-    return linear.LogisticRegression(l1_ratio=1.0, C=PENALTY, solver="liblinear", tol=1e-3, random_state=0).fit(features_PA, contact_P)
 
 
 def precision(i: np.ndarray, j: np.ndarray, score: np.ndarray, contact: np.ndarray, span: tuple[int, int | None], top: int) -> float:

@@ -57,12 +57,18 @@ def _pack(row: list[np.ndarray], first: int, device: torch.device) -> Packed:
     bounds = np.concatenate([[0], np.cumsum(sizes)])
     positions_T = np.arange(bounds[-1]) - np.repeat(bounds[:-1], sizes)
     columns = np.stack([np.concatenate(row), positions_T, np.repeat(np.arange(sizes.size), sizes)]).astype(np.int64)
-    tokens_T, positions, segments_T = torch.from_numpy(columns).to(device)
+    tokens_T, positions, segments_T = upload(columns, device)
     inputs = {
         "tokens_T": tokens_T, "positions_T": positions, "segments_T": segments_T,
-        "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)).to(device), "max_seqlen": int(sizes.max()), "real_tokens": int(bounds[-1]),
+        "cu_seqlens": upload(bounds.astype(np.int32), device), "max_seqlen": int(sizes.max()), "real_tokens": int(bounds[-1]),
     }  # fmt: skip
     return Packed(inputs, bounds, first)
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on `device`, without waiting for what the device still does: the host prepares the next batch meanwhile."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @torch.no_grad()
@@ -84,9 +90,9 @@ def log_probabilities(model: nn.Module, requests: Iterable[Request], slots: int,
         select = np.concatenate([r.slots + begin for r, begin in zip(here, batch.bounds, strict=False)])
         rows, inverse = np.unique(select, return_inverse=True)
         targets = np.concatenate([r.targets for r in here])
-        logits_MV = model(**batch.inputs, select_M=torch.from_numpy(rows).to(device)).logits
+        logits_MV = model(**batch.inputs, select_M=upload(rows, device)).logits
         logits_MV = logits_MV.float() if logits_MV.dtype in (torch.bfloat16, torch.float16) else logits_MV
-        pick = torch.from_numpy(np.stack([inverse, targets]).astype(np.int64)).to(device)
+        pick = upload(np.stack([inverse, targets]).astype(np.int64), device)
         pieces.append(logits_MV.log_softmax(dim=-1)[pick[0], pick[1]])
     if not pieces:
         return []

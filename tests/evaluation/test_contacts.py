@@ -74,20 +74,6 @@ def test_precision_against_a_naive_loop():
     assert np.isnan(contacts.precision(i, j, score, contact, (100, None), 10))
 
 
-def test_regression_is_the_l1_optimum():
-    """Subgradient conditions of sum log(1 + exp(-y f)) C + |w|_1 at the fitted weights."""
-    linear = pytest.importorskip("sklearn.linear_model")
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(2000, 10))
-    y = generator.random(2000) < 1 / (1 + np.exp(-(2 * x[:, 0] - x[:, 1])))
-    fitted = contacts.fit(linear, x, y)
-    sign = np.where(y, 1, -1)
-    pull = contacts.PENALTY * (sign / (1 + np.exp(sign * fitted.decision_function(x)))) @ x
-    w = fitted.coef_[0]
-    assert np.allclose(pull[w != 0], np.sign(w[w != 0]), atol=0.05)
-    assert (np.abs(pull[w == 0]) <= 1.05).all() and w[0] > 1.0
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Two unrelated real chains."""
@@ -98,7 +84,6 @@ def folder(tmp_path):
 
 def test_a_model_that_attends_to_contacts_is_found_out(folder, make_recipe, make_model, monkeypatch):
     """Head 2 of each map holds the true contacts, the others noise: precision near 1, beyond the baseline; shuffled, not."""
-    pytest.importorskip("sklearn")
     recipe, letters = make_recipe(), alphabet("protein")
     model = make_model(recipe)
     known = {len(c.sequence): c for c in contacts.read_chains(folder)}
@@ -106,7 +91,7 @@ def test_a_model_that_attends_to_contacts_is_found_out(folder, make_recipe, make
     def planted(_model, sequences, _slots, _device):
         for tokens in sequences:
             n = len(tokens) - 2
-            maps = torch.rand(4, n + 2, n + 2, generator=torch.Generator().manual_seed(n))
+            maps = torch.rand(12, n + 2, n + 2, generator=torch.Generator().manual_seed(n))
             maps[2, 1:-1, 1:-1] += 2.0 * torch.from_numpy(known[n].contacts()).float()
             yield maps
 
@@ -126,7 +111,6 @@ def test_requests_that_cannot_be_met(folder, make_recipe, make_model):
         contacts.evaluate(make_model(recipe), recipe, alphabet("dna"), folder, CPU)
     for path in sorted(folder.glob("*.gz"))[1:]:
         path.unlink()
-    pytest.importorskip("sklearn")
     with pytest.raises(RequestError, match="two families"):
         contacts.evaluate(make_model(recipe), recipe, alphabet("protein"), folder, CPU)
 
@@ -136,5 +120,5 @@ def test_unknown_residues_are_no_pairs():
     assert "CA" in text
     chain = Chain("x", "A" * 20, np.random.default_rng(0).normal(size=(20, 3, 3)) * 5)
     chain.backbone[3, 1] = np.nan
-    i, j, contact = contacts._pairs(chain)
+    i, j, contact = contacts.known_pairs(chain)
     assert 3 not in i and 3 not in j and contact.size == i.size and (j - i >= 6).all()
