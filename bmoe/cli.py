@@ -146,6 +146,7 @@ def train(
 
 @app.command()
 def profile(
+    context: typer.Context,
     recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe; default: the flagship.")] = None,
     precision: Annotated[str | None, typer.Option("--precision", metavar="fp32|bf16|fp8_current|fp8_block|fp8_delayed|mxfp8")] = None,
     experts: Annotated[str | None, typer.Option("--experts", metavar="NAME|all", help="An implementation, or compare all.")] = None,
@@ -153,7 +154,11 @@ def profile(
     forms: Annotated[str | None, typer.Option(metavar="padded,bucketed,flattened", help="Of its batches; default: all.")] = None,
     routing: Annotated[str | None, typer.Option(metavar="natural,balanced", help="Of that comparison; default: natural.")] = None,
     set_: SET = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="Ranks of this machine: speed and communication.")] = None,
     device: DEVICE = None,
+    procs: Annotated[int | None, typer.Option("--procs", min=1, help="With --device cpu: ranks.")] = None,
+    layouts: Annotated[bool, typer.Option("--layouts", help="Of ranks: one checkpoint in every layout must give one loss.")] = False,
+    warmup: Annotated[int | None, typer.Option("--warmup", min=1, help="Of ranks: steps before the measured ones.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Measured steps; default 10, of hf-loop 2.")] = None,
     trace: Annotated[str | None, typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of one step.")] = None,
     report: Annotated[str | None, typer.Option("--report", metavar="FILE.html", help="Write a report page.")] = None,
@@ -163,6 +168,7 @@ def profile(
     """Measure where the time goes; predict what this machine cannot run."""
     from bmoe.jobs import common
     from bmoe.jobs import profile as job
+    from bmoe.jobs import profile_ranks as ranks
     from bmoe.reports.profile import write_profile_report
 
     common.check_target("--json", json)
@@ -176,6 +182,15 @@ def profile(
         common.write_json(json, "profile", None, results)
         return
     loaded, _ = common.load_recipe(recipe or job.FLAGSHIP, set_ or [])
+    if ranks.wanted(gpus, procs):
+        request = ranks.Request(
+            context.obj, gpus, device, procs, layouts, precision, experts, baseline, forms, routing, steps, warmup, trace, json, report
+        )
+        if code := ranks.start(loaded, request):
+            raise typer.Exit(code)
+        return
+    if layouts or warmup:
+        raise RequestError(f"--{'layouts' if layouts else 'warmup'} is of several ranks; add --gpus N, or --device cpu --procs N")
     chosen, line = common.choose_device(device, None)
     console.note(line)
     results = job.profile(

@@ -3,21 +3,18 @@
 from typing import get_args
 
 import torch
-from torch import Tensor
 
 from bmoe import profiling
 from bmoe.data.alphabet import alphabet
-from bmoe.data.packing import Batch
 from bmoe.errors import RequestError
 from bmoe.jobs import train
 from bmoe.jobs.common import shard_folder
-from bmoe.parallel import shard
+from bmoe.jobs.stepping import step_of
 from bmoe.parallel.world import World
 from bmoe.profiling.compare import load
 from bmoe.profiling.render import comparison, report
 from bmoe.recipe import PrecisionSection, Recipe
 from bmoe.training import setup
-from bmoe.training.step import Stepper
 
 __all__ = ["FLAGSHIP", "compare", "comparison", "profile", "report"]
 
@@ -33,25 +30,11 @@ def build(recipe: Recipe, device: torch.device) -> profiling.Subject:
     return profiling.Subject(resolved, model, optimizer)
 
 
-def step_of(subject: profiling.Subject, world: World) -> profiling.Take:
-    """The step that training takes, on this rank's batches; it returns the loss (this rank's part) and the global norm."""
-    stepper = Stepper(subject.recipe, subject.model, subject.optimizer, world.device)
-    stay_gathered = shard.fits_gathered(subject.model, subject.recipe, world.device)
-    moe = subject.recipe.model.moe
-    jitter_key = 0 if moe and moe.jitter else None
-
-    def take(batches: list[Batch], lr: float = 1e-9) -> tuple[Tensor, Tensor]:
-        totals = torch.tensor([sum(b.targets for b in batches), sum(int(b.real_tokens) for b in batches)])
-        if world.size > 1:
-            totals = world.sum(totals.to(world.device))
-        loss = 0.0
-        for number, batch in enumerate(batches):
-            if stay_gathered:
-                shard.begin_batch(subject.model, last=number == len(batches) - 1)
-            loss = loss + stepper.backward(batch, totals, jitter_key).loss
-        return loss, stepper.update(lr)
-
-    return take
+def check_precision(precision: str | None) -> None:
+    """Raises RequestError for a precision that does not exist."""
+    kinds = get_args(PrecisionSection.model_fields["kind"].annotation)
+    if precision is not None and precision not in kinds:
+        raise RequestError(f"--precision {precision}: use one of {', '.join(kinds)}")
 
 
 def profile(
@@ -59,9 +42,7 @@ def profile(
     routing: str | None, steps: int | None, trace: str | None,
 ) -> dict:  # fmt: skip
     """The results of a profile. Raises RequestError for a precision that does not exist."""
-    kinds = get_args(PrecisionSection.model_fields["kind"].annotation)
-    if precision is not None and precision not in kinds:
-        raise RequestError(f"--precision {precision}: use one of {', '.join(kinds)}")
+    check_precision(precision)
     return profiling.profile(
         recipe, build, device=device, precision=precision, experts=experts, baseline=baseline, forms=forms, routing=routing,
         steps=steps, trace=trace, stepping=lambda subject: step_of(subject, World(device)),

@@ -256,7 +256,8 @@ def spread(model: nn.Module, device: torch.device) -> None:
     fully_shard(model)
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
-        nn.init.ones_(parameter) if name.endswith("norm.weight") else nn.init.normal_(parameter, std=0.02)
+        part = parameter.data.to_local()
+        part.fill_(1.0) if name.endswith("norm.weight") else part.normal_(std=0.02)
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 

@@ -25,8 +25,8 @@ def compare(a: dict, b: dict) -> dict:
     """Changes from results `a` to results `b`.
 
     step: seconds of both, ratio b / a with its bounds (the ratio of opposite ends of the runs' 10-90 % ranges, at least
-    2 % either way), and `changed`, whether 1 lies outside them. parts: seconds and ratio of each part that both have.
-    Raises RequestError if one of them measured nothing.
+    2 % either way), and `changed`, whether 1 lies outside them. parts: seconds and ratio of each part that both have. scaling:
+    ranks of both, and tokens/s a rank of `b` over those of `a`. Raises RequestError if one of them measured nothing.
     """
     for name, results in (("first", a), ("second", b)):
         if not results.get("step_s"):
@@ -36,7 +36,10 @@ def compare(a: dict, b: dict) -> dict:
     high = max(b["step_s_high"] / a["step_s_low"], ratio * (1 + FLOOR))
     shared = [name for name in a["parts"] if name in b["parts"]]
     differing = [key for key in ("recipe", "device", "precision", "experts", "compiled", "data") if a.get(key) != b.get(key)]
+    ranks = {"a": a.get("ranks", 1), "b": b.get("ranks", 1)}
+    per_rank = b["tokens_per_s"] / ranks["b"] / (a["tokens_per_s"] / ranks["a"])
     return {
+        "scaling": ranks | {"efficiency": per_rank},
         "step": {"a": a["step_s"], "b": b["step_s"], "ratio": ratio, "low": low, "high": high, "changed": not low <= 1 <= high},
         "tokens_per_s": {"a": a["tokens_per_s"], "b": b["tokens_per_s"], "ratio": b["tokens_per_s"] / a["tokens_per_s"]},
         "parts": {

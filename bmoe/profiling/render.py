@@ -201,9 +201,7 @@ def _predicted(predicted: dict) -> RenderableType:
     label = f"{first['label']}: shares of published peaks {fractions}; {used['kernel_s'] * 1e6:g} us a kernel."
     return Group(
         table,
-        notes(
-            label, f"Fitted to bf16 on an H200; guessed: {', '.join(used['guessed'])}. Untested on Blackwell: no Blackwell was at hand."
-        ),
+        notes(label, f"Fitted to bf16 on an H200; guessed: {', '.join(used['guessed'])}. Untested on Blackwell: no Blackwell was at hand."),
     )
 
 
@@ -231,4 +229,7 @@ def comparison(results: dict) -> RenderableType:
     for name, part in sorted(results["parts"].items(), key=lambda item: -item[1]["a"]):
         table.add_row(name, seconds(part["a"]), seconds(part["b"]), f"{part['ratio'] - 1:+.1%}" if part["ratio"] else "-")
     differing = [f"{key}: {both['a']} -> {both['b']}" for key, both in results["differing"].items()]
+    ranks = results["scaling"]
+    if ranks["a"] != ranks["b"]:
+        head.append(f"\n{ranks['a']} -> {ranks['b']} ranks: {ranks['efficiency']:.1%} of the tokens/s a rank")
     return Group(head, notes(*differing), Text(), table)

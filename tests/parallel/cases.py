@@ -14,6 +14,7 @@ from bmoe.data.alphabet import alphabet
 from bmoe.data.loader import TrainingLoader
 from bmoe.data.sampler import Position
 from bmoe.errors import RequestError, RunError
+from bmoe.jobs.layouts import layouts
 from bmoe.model.experts import build_experts
 from bmoe.parallel import dispatch, shard
 from bmoe.parallel.launch import on_first
@@ -345,3 +346,20 @@ def extremes(rank: int, size: int, routing: str) -> list[float]:
         (part.down.grad, whole_layer.down.grad[here]),
     ]
     return [float((a - b).norm() / b.norm().clamp(min=1e-300)) if bool((a != b).any()) else 0.0 for a, b in pairs]
+
+
+def all_layouts(rank: int, size: int, fault: str = "none") -> dict:
+    """`bmoe profile --layouts` in this world, on random proteins, with a fault put in on purpose."""
+    recipe, world = make_recipe((1, size, 1), batches=size, optimizer={"lr": 1e-3}), World(torch.device("cpu"), rank, size)
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"path": "/nonexistent"})})
+    kept = AdamW.global_norm, state.load
+    if fault == "a norm over own shards":
+        AdamW.global_norm = lambda self: sum(self.gradient(name).square().sum() for name in self.parameters).sqrt()
+    if fault == "a checkpoint that is not loaded":
+        state.load = lambda *_: None
+    try:
+        return layouts(recipe, world)
+    except RunError as error:
+        return {"refused": str(error)}
+    finally:
+        AdamW.global_norm, state.load = kept

@@ -33,6 +33,12 @@ def test_parts_and_differences_are_listed():
     assert both["tokens_per_s"]["ratio"] == pytest.approx(0.5)
 
 
+def test_scaling_is_the_rate_of_a_rank():
+    alone, eight = results(1.0, ranks=1, tokens_per_s=1000), results(1.0, ranks=8, tokens_per_s=6000)
+    assert compare(alone, eight)["scaling"] == {"a": 1, "b": 8, "efficiency": pytest.approx(0.75)}
+    assert compare(results(1.0), results(2.0))["scaling"] == {"a": 1, "b": 1, "efficiency": pytest.approx(0.5)}
+
+
 def test_only_files_of_a_measured_profile(tmp_path):
     good = tmp_path / "good.json"
     good.write_text(json.dumps({"command": "profile", "results": results(1.0)}))
