@@ -7,6 +7,8 @@ Scores (Meier et al. 2021), each a log-likelihood ratio, higher is fitter. For v
 - log_likelihood (decoders): log P(variant) - log P(wild type), `<eos>` included.
 
 A wild type longer than the model was trained for is scored in the window of that length around the sites.
+
+Legend: M mutated sites of all variants.
 """
 
 import csv
@@ -113,7 +115,8 @@ def score(
 ) -> np.ndarray:
     """The score of each variant, float64 [n]. `ids`: the wild type's tokens without specials."""
     slots = recipe.data.tokens_per_batch
-    windows = [window(sites, ids.size, recipe.data.max_length) for sites in variants]
+    fits = ids.size <= recipe.data.max_length - 2
+    windows = [(0, int(ids.size)) if fits else window(sites, ids.size, recipe.data.max_length) for sites in variants]
     token = {symbol: number for number, symbol in enumerate(letters.symbols)}
     if method in (PLL, LIKELIHOOD):
         return _by_sequence(model, letters, ids, variants, windows, token, slots, device, masked=method == PLL)
@@ -137,32 +140,37 @@ def _tokens(letters: Alphabet, ids: np.ndarray, span: tuple[int, int]) -> np.nda
     return tokens[(1 if span[0] > 0 else 0) : (-1 if span[1] < ids.size else None)]
 
 
-def _slots(sites: Sites, span: tuple[int, int]) -> np.ndarray:
-    return np.array([place - span[0] + (1 if span[0] == 0 else 0) for place, _, _ in sites])
+def _first_slot(span: tuple[int, int]) -> int:
+    """What added to a residue's number gives its slot in the window."""
+    return (1 if span[0] == 0 else 0) - span[0]
 
 
 def _by_site(model, letters, ids, variants, windows, token, slots, device, masked: bool) -> np.ndarray:
-    """Marginals: variants that show the model the same input share one forward pass."""
-    groups: dict[tuple, list[int]] = {}
+    """Marginals: variants that show the model the same input share one forward pass.
+
+    All mutated sites lie in one table, ordered by the input that answers them: whole scans are scored in a moment.
+    """
+    inputs: dict[tuple, int] = {}
+    number = np.empty(len(variants), np.int64)
     for v, (sites, span) in enumerate(zip(variants, windows, strict=True)):
-        groups.setdefault((span, tuple(sorted({s[0] for s in sites})) if masked else ()), []).append(v)
+        hidden = tuple(sorted({place for place, _, _ in sites})) if masked else ()
+        number[v] = inputs.setdefault((span, hidden), len(inputs))
+    owner_M = np.repeat(np.arange(len(variants)), [len(sites) for sites in variants])
+    table_M3 = np.array([(place, token[new], token[old]) for sites in variants for place, old, new in sites])
+    order_M = np.argsort(number[owner_M], kind="stable")
+    owner_M, table_M3 = owner_M[order_M], table_M3[order_M]
+    bounds = np.searchsorted(number[owner_M], np.arange(len(inputs) + 1))
 
     def requests() -> Iterator[Request]:
-        for (span, _), members in groups.items():
-            tokens = _tokens(letters, ids, span)
-            where = np.concatenate([_slots(variants[v], span) for v in members])
-            if masked:
-                tokens[where] = letters.mask_id
-            new = [token[site[2]] for v in members for site in variants[v]]
-            old = [token[site[1]] for v in members for site in variants[v]]
-            yield Request(tokens, np.concatenate([where, where]), np.array(new + old))
+        for i, (span, hidden) in enumerate(inputs):
+            tokens, first = _tokens(letters, ids, span), _first_slot(span)
+            if hidden:
+                tokens[np.array(hidden) + first] = letters.mask_id
+            place, new, old = table_M3[bounds[i] : bounds[i + 1]].T
+            yield Request(tokens, np.concatenate([place, place]) + first, np.concatenate([new, old]))
 
-    out = np.zeros(len(variants))
-    for members, values in zip(groups.values(), log_probabilities(model, requests(), slots, device), strict=True):
-        new, old = np.split(values, 2)
-        owner = np.repeat(np.arange(len(members)), [len(variants[v]) for v in members])
-        out[members] = np.bincount(owner, new - old)
-    return out
+    gained = [values[: values.size // 2] - values[values.size // 2 :] for values in log_probabilities(model, requests(), slots, device)]
+    return np.bincount(owner_M, np.concatenate(gained), minlength=len(variants))
 
 
 def _by_sequence(model, letters, ids, variants, windows, token, slots, device, masked: bool) -> np.ndarray:
@@ -173,7 +181,7 @@ def _by_sequence(model, letters, ids, variants, windows, token, slots, device, m
         for _, span, sites in shown:
             tokens = _tokens(letters, ids, span)
             if sites:
-                tokens[_slots(sites, span)] = [token[new] for _, _, new in sites]
+                tokens[np.array([place for place, _, _ in sites]) + _first_slot(span)] = [token[new] for _, _, new in sites]
             if not masked:
                 yield Request(tokens, np.arange(tokens.size - 1), tokens[1:])
                 continue
