@@ -164,12 +164,12 @@ def low_precision_layers(layers: int, precision: PrecisionSection) -> range:
     return range(precision.high_precision_layers.first, layers - precision.high_precision_layers.last)
 
 
-def emulate(model: nn.Module, precision: PrecisionSection, linears: bool = False) -> list[str]:
+def emulate(model: nn.Module, precision: PrecisionSection) -> list[str]:
     """Round the GEMM inputs of `model.blocks` to `precision.kind`, in place; returns the names of what was changed.
 
-    Experts always; with `linears` every linear layer of the blocks too. Blocks named by `high_precision_layers` keep
-    their precision. Call it before compiling or sharding the model. Raises RequestError for a kind that cannot be
-    emulated, and for experts whose products cannot be replaced.
+    Experts always; with `emulate_linears` every linear layer of the blocks too (attention's, dense and shared
+    feed-forwards). Blocks named by `high_precision_layers` keep their precision. Call it before compiling or sharding the
+    model. Raises RequestError for a kind that cannot be emulated, and for experts whose products cannot be replaced.
     """
     kind = precision.kind
     if kind not in KINDS:
@@ -186,7 +186,7 @@ def emulate(model: nn.Module, precision: PrecisionSection, linears: bool = False
                 raise RequestError(
                     f"precision.emulate: {type(module).__name__} in {place} has fused products; set backend.experts to grouped or loop"
                 )
-            elif linears and isinstance(module, nn.Linear):
+            elif precision.emulate_linears and isinstance(module, nn.Linear):
                 parent, _, leaf = name.rpartition(".")
                 setattr(layer.get_submodule(parent), leaf, EmulatedLinear(module, kind))
                 changed.append(place)

@@ -135,8 +135,9 @@ def emulated(recipe: Recipe, shards, device: torch.device, tflops: float) -> dic
         gemms = dict(zip(names, compare.errors(EmulatedProduct(kind, exact_product)), strict=True))
         bf16 = dict(zip(names, compare.errors(_Bf16Product(exact_product)), strict=True))
         experts.matmul = exact_product
-    section = recipe.precision.model_copy(update={"high_precision_layers": HighPrecisionSection()})
-    changed = emulate(model, section, linears=recipe.model.moe is None)
+    everything = recipe.precision.emulate_linears or recipe.model.moe is None
+    section = recipe.precision.model_copy(update={"high_precision_layers": HighPrecisionSection(), "emulate_linears": everything})
+    changed = emulate(model, section)
     rounded_loss, rounded = _gradients(model, batch)
     return {
         "format": kind,

@@ -92,6 +92,12 @@ def _precision_rules(r: Recipe) -> Iterator[tuple[str, str]]:
     low = p.kind not in ("fp32", "bf16")
     if p.emulate and p.kind not in ("fp8_current", "fp8_block", "mxfp8"):
         yield "precision.emulate", f"{p.kind} has no emulation; use fp8_current, fp8_block or mxfp8, or set it to false"
+    if p.emulate_linears and not p.emulate:
+        yield "precision.emulate_linears", "it is part of the emulation; set precision.emulate: true or leave this false"
+    if p.emulate and moe is None and not p.emulate_linears:
+        yield "precision.emulate", "model.moe is null, so there are no experts to round; set precision.emulate_linears: true"
+    if p.statistics_every and moe is None:
+        yield "precision.statistics_every", "statistics are those of experts, and model.moe is null; leave this null"
     if p.statistics_every and not p.emulate:
         yield "precision.statistics_every", "statistics come from the emulation; set precision.emulate: true or leave this null"
     if low and not p.emulate and r.backend.experts not in ("auto", "te"):

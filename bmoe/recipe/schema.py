@@ -131,6 +131,7 @@ class PrecisionSection(Section):
     kind: Literal["fp32", "bf16", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8"] = Field("bf16", description="format of GEMM inputs")
     high_precision_layers: HighPrecisionSection = Field(default_factory=HighPrecisionSection)
     emulate: Flag = Field(False, description="round GEMM inputs to `kind` in software, on any machine: for convergence, not speed")
+    emulate_linears: Flag = Field(False, description="emulation: round the blocks' other linear layers too, not only the experts")
     statistics_every: Positive | None = Field(None, description="steps between quantisation statistics in the metrics; null is off")
 
 

@@ -146,7 +146,8 @@ def test_first_and_last_layers_and_linears_follow_the_recipe():
     assert emulate(Toy(), section) == ["blocks.1.experts", "blocks.2.experts"]
     model = Toy()
     keys = list(model.state_dict())
-    assert emulate(model, section, linears=True) == ["blocks.1.linear", "blocks.1.experts", "blocks.2.linear", "blocks.2.experts"]
+    everything = section.model_copy(update={"emulate_linears": True})
+    assert emulate(model, everything) == ["blocks.1.linear", "blocks.1.experts", "blocks.2.linear", "blocks.2.experts"]
     assert list(model.state_dict()) == keys
     assert type(model.blocks[0].linear) is nn.Linear and type(model.blocks[1].linear) is EmulatedLinear
 
@@ -183,3 +184,29 @@ def test_grouped_experts_compile_into_one_graph():
         step(x, ids, weights).float().square().sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("moe", [None, {"experts": 4, "top_k": 2, "expert_width": 32}])
+def test_all_linears_of_a_model_are_rounded_and_still_train(moe):
+    from bmoe.data.alphabet import protein
+    from bmoe.model.transformer import Transformer, Vocabulary
+    from bmoe.recipe import BackendSection, ModelSection
+
+    letters = protein()
+    model = Transformer(
+        ModelSection(layers=2, width=64, heads=4, ffn_width=96 if moe is None else None, moe=moe),
+        Vocabulary(letters.size, letters.pad_id, letters.mask_id),
+        BackendSection(attention="sdpa", experts="grouped", compile=False),
+    )
+    model.initialize(0)
+    inputs = dict(
+        tokens_T=torch.arange(40) % 20 + 4, positions_T=torch.arange(40) % 20, segments_T=torch.arange(40) // 20,
+        cu_seqlens=torch.tensor([0, 20, 40], dtype=torch.int32), max_seqlen=20, real_tokens=40,
+    )  # fmt: skip
+    exact = model(**inputs).logits
+    changed = emulate(model, PrecisionSection(kind="mxfp8", emulate=True, emulate_linears=True))
+    assert "blocks.0.attention.qkv" in changed and not any("router" in name or "head" in name for name in changed)
+    logits = model(**inputs).logits
+    assert 0.005 < (logits - exact).norm() / exact.norm() < 0.15
+    logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
