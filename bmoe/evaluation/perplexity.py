@@ -69,10 +69,10 @@ class Perplexity:
         low, high = bootstrap(self.targets_S.size, lambda drawn: _perplexity(gain_S, self.targets_S, drawn))
         return {"ratio": _perplexity(gain_S, self.targets_S), "low": low, "high": high}
 
-    def interval(self, scheme: str) -> tuple[float, float]:
+    def interval(self, scheme: str, rows: np.ndarray | slice = slice(None)) -> tuple[float, float]:
         """95 % bootstrap interval over sequences of the perplexity."""
-        loss_S = self.loss[scheme]
-        return bootstrap(self.targets_S.size, lambda drawn: _perplexity(loss_S, self.targets_S, drawn))
+        loss_S, targets_S = self.loss[scheme][rows], self.targets_S[rows]
+        return bootstrap(targets_S.size, lambda drawn: _perplexity(loss_S, targets_S, drawn))
 
     def metrics(self) -> dict[str, float]:
         """The validation metrics of metrics.jsonl; `valid_loss` is the mean cross entropy of the training scheme."""
@@ -90,13 +90,12 @@ class Perplexity:
         for scheme in self.schemes:
             ending = "" if scheme == "clm" else f"_{scheme}"
             out |= self._named(slice(None), scheme)
-            out[f"perplexity{ending}_low"], out[f"perplexity{ending}_high"] = self.interval(scheme)
             ratio = self.ratio(scheme)
             out[f"ratio{ending}"], out[f"ratio{ending}_low"], out[f"ratio{ending}_high"] = ratio["ratio"], ratio["low"], ratio["high"]
         return out | {"by_length": self.by_length(), "by_residue": self.by_residue()}
 
     def group(self, rows: np.ndarray) -> dict:
-        """Counts, perplexities and baselines of some sequences."""
+        """Counts, perplexities with their intervals, and baselines of some sequences."""
         out: dict = {"sequences": int(rows.size), "targets": int(self.targets_S[rows].sum())}
         for scheme in self.schemes:
             out |= self._named(rows, scheme)
@@ -128,9 +127,13 @@ class Perplexity:
             out.append(entry)
         return out
 
-    def _named(self, rows: np.ndarray | slice, scheme: str) -> dict[str, float]:
+    def _named(self, rows: np.ndarray | slice, scheme: str) -> dict[str, float | None]:
         ending = "" if scheme == "clm" else f"_{scheme}"
-        return {f"perplexity{ending}": self.perplexity(scheme, rows), f"baseline{ending}": self.baseline_perplexity(scheme, rows)}
+        low, high = (None if np.isnan(end) else end for end in self.interval(scheme, rows))  # of one sequence there is none
+        return {
+            f"perplexity{ending}": self.perplexity(scheme, rows), f"perplexity{ending}_low": low, f"perplexity{ending}_high": high,
+            f"baseline{ending}": self.baseline_perplexity(scheme, rows),
+        }  # fmt: skip
 
 
 def _perplexity(nats_S: np.ndarray, targets_S: np.ndarray, weight_S: np.ndarray | None = None) -> float:

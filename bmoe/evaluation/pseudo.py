@@ -20,7 +20,7 @@ from bmoe.evaluation.forward import Request, log_probabilities
 from bmoe.evaluation.statistics import bootstrap
 from bmoe.recipe import Recipe
 
-POSITIONS = 32
+POSITIONS = 8
 PSEUDO = 101  # purpose of the draws, apart from those of training
 
 

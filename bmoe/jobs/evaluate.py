@@ -123,7 +123,11 @@ def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, 
             emulate(model, recipe.precision)
         found: dict = {"run": path}
         if wanted.needs_split:
-            held_out = held_out_results(found, model, recipe, wanted, split, device)
+            dense_beside_others = len(paths) > 1 and not model.moe_layers
+            if wanted.routing and dense_beside_others:
+                console.note(f"{path} is dense: no routing to look at")
+            here = wanted._replace(routing=wanted.routing and not dense_beside_others)
+            held_out = held_out_results(found, model, recipe, here, split, device)
             if first is None:
                 first = (path, held_out)
             else:

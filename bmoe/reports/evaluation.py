@@ -159,11 +159,27 @@ def _generation(found: dict, level: int) -> str:
     for sample in found["samples"][:20]:
         start = sample["sequence"][:60] + ("…" if len(sample["sequence"]) > 60 else "")
         rows.append([start, sample["length"], sample["ended"], sample["perplexity"]])
+    drawn = "" if found.get("temperature", 1.0) == 1.0 else f" at temperature {number(found['temperature'])}"
+    drawn += f" from the {found['top_k']} likeliest letters" if found.get("top_k") else ""
     text = (
-        f"{number(found['n'])} sequences drawn from the model, {found['ended']} of them ended by themselves; mean length "
+        f"{number(found['n'])} sequences drawn from the model{drawn}, {found['ended']} of them ended by themselves; mean length "
         f"{number(found['mean_length'])}, perplexity under the model {number(found['perplexity'])}."
     )
     return section("Generated sequences", table(["sequence", "length", "ended", "perplexity"], rows), text=text, level=level)
 
 
-SECTIONS = {"mutations": _mutations, "contacts": _contacts, "probe": _probe, "routing": routing_section, "generation": _generation}
+def _embeddings(found: dict, level: int) -> str:
+    vectors = "every residue" if found["mode"] == "residue" else "every sequence, the mean over its residues"
+    row = [found["file"], found["sequences"], found["residues"], found["layer"], found["width"], vectors, found["longer_than_trained"]]
+    head = ["file", "sequences", "residues", "layer", "numbers in a vector", "a vector for", "longer than the model was trained for"]
+    return section("Embeddings", table(head, [row]), text="States inside the model, for use as features elsewhere.", level=level)
+
+
+SECTIONS = {
+    "mutations": _mutations,
+    "contacts": _contacts,
+    "probe": _probe,
+    "routing": routing_section,
+    "embeddings": _embeddings,
+    "generation": _generation,
+}

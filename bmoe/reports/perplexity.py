@@ -65,12 +65,12 @@ def _group_table(name: str, bins: list[dict], endings: list[str]) -> str:
     """A row per group of sequences: bins of length, or values of a header field."""
     head = [name, "sequences", "targets"]
     for e in endings:
-        head += [f"perplexity, {NAMES[e]}", "baseline"]
+        head += [f"perplexity, {NAMES[e]} (95 % interval)", "baseline"]
     rows = []
     for b in bins:
         row: list[object] = [b["group"] if "group" in b else bin_name(b), b["sequences"], b["targets"]]
         for e in endings:
-            row += [b[f"perplexity{e}"], b[f"baseline{e}"]]
+            row += [with_interval(*(b.get(f"perplexity{e}{end}") for end in ("", "_low", "_high"))), b[f"baseline{e}"]]
         rows.append(row)
     return table(head, rows)
 

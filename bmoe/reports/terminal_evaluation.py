@@ -49,12 +49,16 @@ def _perplexity(found: dict) -> Group:
     parts = [_table(title, ["scheme", "perplexity", "baseline", "bigram", "perplexity / baseline"], rows)]
     for name, groups in (("residues", found["by_length"]), (found.get("by_field", ""), found.get("by_group", []))):
         rows = [
-            [g["group"] if "group" in g else bin_name(g), g["sequences"], g["targets"], *(g[f"perplexity{e}"] for e in endings)]
+            [g["group"] if "group" in g else bin_name(g), g["sequences"], g["targets"], *(_of_group(g, e) for e in endings)]
             for g in groups
         ]  # fmt: skip
         if rows:
             parts.append(_table(f"by {name}", [name, "sequences", "targets", *(NAMES[e] for e in endings)], rows))
     return Group(*parts)
+
+
+def _of_group(group: dict, ending: str) -> str:
+    return with_interval(*(group.get(f"perplexity{ending}{end}") for end in ("", "_low", "_high")))
 
 
 def _mutations(found: dict) -> Table:

@@ -1,4 +1,4 @@
-"""The flags of `bmoe eval`: each reaches what it is for, and is refused where it has nothing to do."""
+"""`bmoe eval` as a command: each flag reaches what it is for, and is refused where it has nothing to do; models side by side."""
 
 import json
 from pathlib import Path
@@ -10,27 +10,31 @@ from safetensors.torch import load_file
 from bmoe import cli
 from bmoe import recipe as recipes
 from bmoe.data.alphabet import alphabet
+from bmoe.data.options import PrepareOptions
+from bmoe.data.prepare import prepare
 from bmoe.errors import RequestError
 from bmoe.jobs.evaluate import Wanted
 from bmoe.training.checkpoint import Checkpoints
 from bmoe.training.state import model_tensors
 
+TESTS = Path(__file__).parent.parent
 SCAN = {"--mutations": "scan.csv", "--wildtype": "wt.fasta"}
 
 
 @pytest.fixture
 def run(make_recipe, make_model, tmp_path, monkeypatch):
-    """run(kind) makes a run folder of that name, and gives its model; the working directory has small inputs."""
+    """run(kind, name=kind) makes a run folder of that name, and gives its model; the working directory has small inputs."""
     monkeypatch.chdir(tmp_path)
     Path("wt.fasta").write_text(">wt\nMKTAYIAKQR\n")
     Path("scan.csv").write_text("mutant,y\nM1A,1\nK2C:R10W,2\nT3S,3\nT3P,0\n")
 
-    def make(kind: str):
-        recipe = make_recipe(kind)
-        model = make_model(recipe)
-        Path(kind).mkdir()
-        Path(kind, "recipe.yaml").write_text(recipes.dump(recipe))
-        Checkpoints(Path(kind), keep=1, background=False).save(1, model_tensors(model).items(), {"step": 1})
+    def make(kind: str, name: str | None = None, seed: int = 0, data: Path | None = None, **options):
+        recipe = make_recipe(kind, **options)
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"path": str(data)})}) if data else recipe
+        model, folder = make_model(recipe, seed), Path(name or kind)
+        folder.mkdir()
+        (folder / "recipe.yaml").write_text(recipes.dump(recipe))
+        Checkpoints(folder, keep=1, background=False).save(1, model_tensors(model).items(), {"step": 1})
         return model
 
     return make
@@ -98,3 +102,52 @@ def test_temperature_and_top_k_change_the_samples(run):
 def test_flags_without_their_companion_are_refused(wanted, words):
     with pytest.raises(RequestError, match=words):
         Wanted(**wanted).check()
+
+
+EVERYTHING = SCAN | {"--by": "OS", "--structures": TESTS / "data" / "structures", "--probe": "ss.tsv"}
+EVERYTHING |= {"--embed": "wt.fasta", "--out": "x.safetensors"}
+
+
+@pytest.fixture
+def shards(run, tmp_path, make_proteins):
+    """Real proteins, prepared, and a table of secondary structures that follow from the residue."""
+    prepare([TESTS / "data" / "uniprot_500.fasta.gz"], tmp_path / "shards", PrepareOptions(valid_fraction=0.2))
+    rows = ["".join("H" if x < "L" else "E" if x < "S" else "~" for x in s) for s in make_proteins(40, 60, seed=7)]
+    lines = [f"{s}\t{t}\n" for s, t in zip(make_proteins(40, 60, seed=7), rows, strict=True)]
+    Path("ss.tsv").write_text("sequence\tss8\n" + "".join(lines))
+    return tmp_path / "shards"
+
+
+def test_everything_at_once_has_the_keys_of_the_contract(run, shards):
+    run("encoder", data=shards)
+    found = evaluated("encoder", EVERYTHING | {"--report": "r.html"}, "--pseudo", "--routing")
+    for scheme in ("8010", "mask"):
+        assert found[f"perplexity_{scheme}_low"] < found[f"perplexity_{scheme}"] < found[f"perplexity_{scheme}_high"]
+        assert 10 < found[f"baseline_{scheme}"] < 20
+    assert {"spearman", "spearman_low", "spearman_high", "n"} <= found["mutations"].keys()
+    assert found["contacts"]["chains"] == 2 and found["probe"]["three_state"]["classes"] == 3
+    assert {"layers", "residue", "position", "structure", "next_layer"} <= found["routing"].keys()
+    assert found["pseudo"]["sequences"] > 1 and found["embeddings"]["sequences"] == 1
+    assert len(found["by_group"]) > 5 and all(len(entry["group"]) > 3 for entry in found["by_group"])  # names of organisms
+    assert sum(entry["targets"] for entry in found["by_group"]) == sum(entry["targets"] for entry in found["by_length"]) == found["targets"]
+    page = Path("r.html").read_text()
+    for title in ("Held-out sequences", "Mutations", "Contacts", "Secondary structure", "Routing", "Embeddings"):
+        assert f">{title}<" in page
+    assert "http" not in page.replace("http://www.w3.org", "")  # nothing is loaded from elsewhere
+
+
+def test_models_side_by_side(run, shards, capsys):
+    """Each has the numbers of a run by itself; pairs are on the same targets; a dense model has no routing and spoils nothing."""
+    run("encoder", "moe", data=shards)
+    run("encoder", "dense", seed=1, data=shards, moe=None)
+    alone = [evaluated(name, {}) for name in ("moe", "dense")]
+    both = evaluated("moe", {}, "dense", "--routing", "--report", "r.html")["runs"]
+    assert [found["run"] for found in both] == ["moe", "dense"] and "dense is dense" in capsys.readouterr().err
+    for one, found in zip(alone, both, strict=True):
+        assert found["perplexity_mask"] == one["perplexity_mask"] and found["by_length"] == one["by_length"]
+    ratio = both[1]["compared"]["schemes"]["mask"]
+    assert both[1]["compared"]["to"] == "moe" and "compared" not in both[0] and "routing" not in both[1]
+    assert ratio["ratio"] == pytest.approx(both[1]["perplexity_mask"] / both[0]["perplexity_mask"]) and ratio["low"] < ratio["high"]
+    assert "residue" in both[0]["routing"] and "Side by side" in Path("r.html").read_text()
+    assert cli.run(["eval", "dense", "--device", "cpu", "--routing"]) == 2 and "dense" in capsys.readouterr().err
+    assert cli.run(["eval", "moe", "dense", "--device", "cpu", "--embed", "wt.fasta", "--out", "x.safetensors"]) == 2

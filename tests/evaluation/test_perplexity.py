@@ -132,6 +132,19 @@ def test_length_bins_and_residues_add_up(proteins, make_recipe, make_model):
     assert np.exp(nats / result.targets_S.sum()) == pytest.approx(result.baseline_perplexity("8010"))
 
 
+def test_groups_have_intervals_of_their_own(proteins, make_recipe, make_model):
+    """By the delta method within its width's sixth; of all sequences the same as the whole; of one sequence none."""
+    recipe = make_recipe()
+    result = evaluate(make_model(recipe), proteins, recipe)
+    rows = np.arange(0, result.targets_S.size, 2)
+    found, loss, n = result.group(rows), result.loss["mask"][rows], result.targets_S[rows]
+    error = np.sqrt(((loss - loss.sum() / n.sum() * n) ** 2).sum()) / n.sum()
+    assert np.log(found["perplexity_mask_high"] / found["perplexity_mask_low"]) == pytest.approx(2 * 1.96 * error, rel=0.17)
+    everything, whole = result.group(np.arange(result.targets_S.size)), result.results()
+    assert all(everything[key] == pytest.approx(whole[key], rel=1e-12) for key in everything)
+    assert result.group(rows[:1])["perplexity_mask_low"] is None
+
+
 def test_interval_of_the_ratio_is_that_of_the_log_normal(proteins, make_recipe, make_model):
     """The bootstrap agrees with the delta method on the ratio of sums within a tenth of its width."""
     recipe = make_recipe()

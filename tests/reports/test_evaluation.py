@@ -39,7 +39,7 @@ def read(path) -> tuple[str, list[str]]:
     return text, parser.found
 
 
-SECTIONS = ["Held-out sequences", "Mutations", "Contacts", "Secondary structure", "Routing", "Generated sequences"]
+SECTIONS = ["Held-out sequences", "Mutations", "Contacts", "Secondary structure", "Routing", "Embeddings", "Generated sequences"]
 
 
 def test_one_model_with_everything(tmp_path, make_results):
@@ -52,7 +52,9 @@ def test_one_model_with_everything(tmp_path, make_results):
 
 
 def test_parts_that_were_not_asked_for_have_no_section(tmp_path, make_results):
-    results = {key: value for key, value in make_results().items() if key not in ("mutations", "contacts", "probe", "generation")}
+    results = {
+        key: value for key, value in make_results().items() if key not in ("mutations", "contacts", "probe", "embeddings", "generation")
+    }
     results["routing"] = {"layers": results["routing"]["layers"]}
     _, titles = read(write_evaluation_report(results, tmp_path / "r.html"))
     assert [t for t in titles if t in SECTIONS] == ["Held-out sequences", "Routing"]
