@@ -1,7 +1,14 @@
 """Pages that are generated, or that name files and commands, stay true."""
 
+import re
+import shlex
+import subprocess
 from pathlib import Path
 
+import typer
+
+from bmoe import cli
+from bmoe.jobs.common import load_recipe
 from bmoe.reports.recipe_reference import reference
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -10,3 +17,23 @@ DOCS = Path(__file__).parent.parent / "docs"
 def test_recipe_reference_is_current():
     text = (DOCS / "recipe.md").read_text()
     assert text == reference(), "run: python -m bmoe.reports.recipe_reference > docs/recipe.md"
+
+
+def test_commands_of_the_multi_gpu_page_are_what_bmoe_takes(tmp_path, monkeypatch):
+    """The page's script, run by bash with the command line printed in the place of each run; flags parse, recipes load, and
+    steps divide among the ranks."""
+    blocks = re.findall(r"```bash\n(.*?)```", (DOCS / "benchmarks-multi-gpu.md").read_text(), re.DOTALL)
+    stand_ins = "nvidia-smi() { seq 8; }\ntimeout() { shift 2; printf '%s\\n' \"$*\"; }\n"
+    ran = subprocess.run(["bash", "-euc", stand_ins + "".join(blocks)], cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 1 + 2 + 4 + 3 + 4 + 2 + 3
+    monkeypatch.chdir(DOCS.parent)
+    commands = typer.main.get_command(cli.app).commands
+    for line in lines:
+        name, *arguments = shlex.split(line)
+        given = commands[name].make_context(name, arguments, resilient_parsing=False).params
+        if given.get("compare"):
+            continue
+        recipe, _ = load_recipe(given["recipe"], given["set_"])
+        assert recipe.training.tokens_per_step % (recipe.data.tokens_per_batch * given["gpus"]) == 0, line
+        assert recipe.model.moe.experts % recipe.parallel.expert == 0 == given["gpus"] % recipe.parallel.expert, line

@@ -134,6 +134,7 @@ def profile(recipe: Recipe, request: Request, world: World) -> dict:
     }  # fmt: skip
     if asked:
         loop = race.Counts(min(warmup, counts.steps), request.steps or LOOP_STEPS)
+        ours.counts = race.Counts(1, counts.steps)  # it is warm
         theirs = baseline.others(resolved, shards, asked, counts, loop, world, forced)
         lanes = race.race([ours], theirs, asked.routings, forced.switch if forced else lambda _: None, world)
         results |= race.results_of(lanes, ours.name)

@@ -84,7 +84,7 @@ def _part(group: torch.ScriptObject) -> float:
 def kind_of(name: str) -> str | None:
     """The collective that a kernel of NCCL or a call of gloo is; None for anything else."""
     low = name.lower()
-    if not low.startswith(("nccl", "gloo:")):
+    if not low.startswith(("nccldev", "gloo:")):  # `nccl:...` are marks around the kernels
         return None
     return next((kind for kind, pattern in KINDS if re.search(pattern, low)), "other")
 
@@ -108,11 +108,13 @@ def spans_of(events: list, cuda: bool) -> tuple[dict[str, list[Span]], list[Span
     work: list[Span] = []
     for event in events:
         on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_device and event.is_user_annotation:
+            continue
         span = (event.time_range.start, event.time_range.end)
         kind = kind_of(event.name)
         if kind and on_device == cuda:
             calls[kind].append(span)
-        elif cuda and on_device and not event.is_user_annotation and not event.name.startswith(("Memcpy", "Memset")):
+        elif cuda and on_device and not event.name.startswith(("Memcpy", "Memset")):
             work.append(span)
         elif not cuda and event.name.startswith("aten::"):
             work.append(span)

@@ -98,15 +98,16 @@ def test_one_rank_is_a_world_too(recipe, tmp_path, capsys):
     assert "1 x 1" in capsys.readouterr().out
 
 
-def event(name, start, end, device=torch.autograd.DeviceType.CPU):
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device, is_user_annotation=False)
+def event(name, start, end, device=torch.autograd.DeviceType.CPU, mark=False):
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device, is_user_annotation=mark)
 
 
 def test_spans_of_kernels():
     on = torch.autograd.DeviceType.CUDA
     events = [
         event("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 0, 10, on),
-        event("nccl:all_to_all", 0, 11),
+        event("nccl:all_to_all", 0, 11, on, mark=True),
+        event("## optimizer ##", 0, 99, on, mark=True),
         event("ncclDevKernel_AllGather_RING_LL", 20, 30, on),
         event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 40, 50, on),
         event("ncclDevKernel_AllReduce_Sum_f32_TREE_LL", 60, 70, on),
