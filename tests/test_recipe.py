@@ -83,6 +83,7 @@ RULES = [
     ("model: {width: 60, heads: 20}", "model.heads"),
     ("model: {kv_heads: 3}", "model.kv_heads"),
     ("model: {kind: decoder}", "objective.kind"),
+    ("model: {init_noise: 0.1}", "model.init_noise"),
     ("objective: {mask_token: 0.8, random_token: 0.3}", "objective.random_token"),
     ("model: {moe: null}\nparallel: {expert: 2}", "parallel.expert"),
     ("model: {moe: null}\nbackend: {recompute: experts}", "backend.recompute"),

@@ -85,7 +85,7 @@ def own_config(section: ModelSection, alphabet: Alphabet) -> dict:
         "alphabet": alphabet.name,
         "vocab_size": alphabet.size,
         "mask_token_id": alphabet.mask_id,
-        "model": section.model_dump(exclude={"init_from"}),
+        "model": section.model_dump(exclude={"init_from", "init_noise"}),
     }
 
 

@@ -40,7 +40,11 @@ def initial_weights(directory: str | Path, model: ModelSection, vocabulary: int,
     differing = _differences(source, model, upcycling)
     if differing:
         raise RequestError(f"model.init_from: {directory} differs from the recipe in {', '.join(differing)}")
-    return upcycle(weights, model, seed) if upcycling else weights
+    if model.init_noise and not upcycling:
+        raise RequestError(
+            f"model.init_noise: {directory} has experts already, and noise is for those made from a dense model; leave it out"
+        )
+    return upcycle(weights, model, seed, model.init_noise) if upcycling else weights
 
 
 def upcycle(weights: dict[str, Tensor], model: ModelSection, seed: int, noise: float = 0.0) -> dict[str, Tensor]:
@@ -124,7 +128,7 @@ def _differences(source: ModelSection, model: ModelSection, upcycling: bool) -> 
     """Keys whose values differ and change the shape or the meaning of weights."""
 
     def facts(section: ModelSection) -> dict:
-        values = section.model_dump(exclude={"init_from", "moe"})
+        values = section.model_dump(exclude={"init_from", "init_noise", "moe"})
         values["kv_heads"] = section.kv_heads or section.heads
         values["ffn_width"] = section.ffn_width or default_ffn_width(section.ffn, section.width)
         if model.moe and model.moe.dense_layers == 0:

@@ -21,6 +21,8 @@ def broken_rules(r: Recipe) -> Iterator[tuple[str, str]]:
         yield "objective.kind", f"{r.objective.kind} needs {fit}, and model.kind is {m.kind}"
     if r.objective.mask_token + r.objective.random_token > 1.0 + 1e-9:
         yield "objective.random_token", "mask_token + random_token exceed 1"
+    if m.init_noise and not (m.init_from and moe):
+        yield "model.init_noise", "needs model.init_from and model.moe: it makes the experts of an upcycled model differ"
     if moe:
         yield from _moe_rules(r, moe)
     elif p.expert > 1:

@@ -106,6 +106,9 @@ class ModelSection(Section):
     token_dropout: Flag = Field(True, description="encoders: ESM-2's rescaling of embeddings by the share of `<mask>` tokens")
     tie_head: Flag = Field(True, description="the output projection shares the embedding's weights")
     init_from: str | None = Field(None, description="folder to start from: one that `bmoe export` wrote, or dense ESM-2 weights to upcycle")
+    init_noise: NonNegative = Field(
+        0.0, description="upcycling: noise on experts, in standard deviations of their weights; 0 keeps the function"
+    )
     moe: MoESection | None = Field(default_factory=MoESection, description="null is the dense model")
 
 

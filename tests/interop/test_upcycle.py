@@ -62,6 +62,19 @@ def test_noise_makes_experts_differ_and_stays_near(make):
     assert 0.09 < float((noisy[name] - exact[name]).std() / exact[name].std()) < 0.11
 
 
+def test_noise_of_the_recipe_is_for_upcycling(make, tmp_path):
+    model, recipe, names = make(ffn_width=96)
+    export(model, recipe, tmp_path / "dense", names)
+    moe = {"moe": MoESection(experts=4, top_k=2, expert_width=96), "ffn_width": None, "init_from": "dense", "init_noise": 0.1}
+    section = recipe.model.model_copy(update=moe)
+    weights = initial_weights(tmp_path / "dense", section, 33, 0)
+    assert not torch.equal(weights["blocks.1.ffn.experts.gate_up"][0], weights["blocks.1.ffn.experts.gate_up"][1])
+    export(upcycled(weights, section), recipe.model_copy(update={"model": section}), tmp_path / "moe", names)
+    assert "init_noise" not in json.loads((tmp_path / "moe" / "config.json").read_text())["model"]
+    with pytest.raises(RequestError, match="init_noise.*has experts already"):
+        initial_weights(tmp_path / "moe", section, 33, 0)
+
+
 def test_gradients_separate_the_copies(make, sequences):
     """Copies see different tokens, so that one step makes them differ."""
     model, recipe, names = make(ffn_width=96)
