@@ -14,6 +14,7 @@ from bmoe.errors import RequestError
 
 CHUNK = 256 << 10  # compressed bytes read at a time
 OUTPUT = 1 << 20  # decompressed bytes handed on at a time, at most
+AGAIN = "copy it again, or leave it out of the inputs"
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 SKIPPABLE = tuple(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))  # zstd frames without content (RFC 8878)
 
@@ -37,11 +38,14 @@ def decompressed(stream: BinaryIO, kind: str, name: str) -> Iterator[bytes]:
                 pending = stream.read(CHUNK)
                 end += len(pending)
                 if not pending:
-                    raise RequestError(f"{name} is truncated: it ends at byte {end}, inside the {kind} stream that began at byte {begin}")
+                    raise RequestError(
+                        f"{name} is truncated: it ends at byte {end}, inside the {kind} stream that began at byte {begin}; {AGAIN}"
+                    )
             try:
                 data = decoder.decompress(pending, OUTPUT)
             except errors as error:
-                raise RequestError(f"{name} is corrupt: its {kind} stream fails near byte {end - len(pending)} ({error})") from None
+                place = f"its {kind} stream fails near byte {end - len(pending)} ({error})"
+                raise RequestError(f"{name} is corrupt: {place}; {AGAIN}") from None
             pending = decoder.unused_data if decoder.eof else b""
             if data:
                 yield data

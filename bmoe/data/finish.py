@@ -11,12 +11,11 @@ import numpy as np
 from bmoe.data.alphabet import TOKENIZER_FILE, Alphabet
 from bmoe.data.bulk import PARTIAL
 from bmoe.data.digests import Digest, digest
-from bmoe.data.ledger import LENGTHS, LOG, Ledger
+from bmoe.data.ledger import LOG, Ledger
 from bmoe.data.shards import FORMAT, MANIFEST, SPLITS
 from bmoe.data.tasks import Plan
 
 KINDS = ("tokens", "offsets", "headers", "headers.offsets", "clusters", "softmask", "softmask.offsets", "hashes", "excluded")
-QUANTILES = (0, 5, 25, 50, 75, 95, 100)
 
 
 def manifest(
@@ -75,7 +74,7 @@ def manifest(
         "records_dropped": dict(sorted(totals.dropped.items())),
         "residues": sum(totals.residues),
         "counts": dict(sorted(totals.letters.items())),
-        "lengths": length_summary(ledger.length_counts, sum(totals.residues)),
+        "lengths": ledger.lengths.summary(),
         "composition": composition(counted, letters),
     }
     write(out, written)
@@ -102,24 +101,3 @@ def composition(counted: np.ndarray, letters: Alphabet) -> dict[str, float]:
     total = max(int(counted.sum()), 1)
     order = np.argsort(-counted[: letters.size], kind="stable")[:64]
     return {letters.symbols[i]: round(float(counted[i]) / total, 6) for i in order.tolist() if counted[i]}
-
-
-def length_summary(counts: np.ndarray, residues: int) -> dict:
-    """Quantiles of the lengths of stored sequences, and a histogram over powers of two.
-
-    Lengths from LENGTHS on share a bin, so a quantile there reads LENGTHS.
-    """
-    total = int(counts.sum())
-    if not total:
-        return {"mean": 0.0, "quantiles": {}, "histogram": []}
-    ends = np.cumsum(counts)
-    places = {q: int(np.searchsorted(ends, max(int(np.ceil(q / 100 * total)), 1))) for q in QUANTILES}
-    edges = [0, *(1 << k for k in range(1, LENGTHS.bit_length()))]
-    bins = [int(counts[a:b].sum()) for a, b in zip(edges, [*edges[1:], counts.size], strict=True)]
-    histogram = [[a, number] for a, number in zip(edges, bins, strict=True)]
-    filled = [k for k, (_, number) in enumerate(histogram) if number]
-    return {
-        "mean": round(residues / total, 2),
-        "quantiles": {str(q): place for q, place in places.items()},
-        "histogram": histogram[filled[0] : filled[-1] + 1],
-    }

@@ -7,13 +7,23 @@ from bmoe.errors import RequestError
 
 BIOPYTHON = {"genbank": "genbank", "embl": "embl", "swissprot": "swiss"}
 BLOCK = 1 << 20
+BEGINNINGS = {"fasta": (b">",), "fastq": (b"@",), "genbank": (b"LOCUS ",), "embl": (b"ID ",), "swissprot": (b"ID ",)}
+
+
+def advice(head: bytes, format: str) -> str:
+    """What to do about an input that begins with `head` and was no readable `format`."""
+    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    alike = [name for name, beginnings in BEGINNINGS.items() if head.startswith(beginnings)]
+    if alike and format not in alike:
+        return f"it begins like {' or '.join(alike)}, so try --format {alike[0]}"
+    return "mend it, or leave it out of the inputs"
 
 
 class _Text(io.RawIOBase):
     """Chunks of bytes as a raw stream."""
 
     def __init__(self, chunks: Iterator[bytes]):
-        self._chunks, self._rest = chunks, b""
+        self._chunks, self._rest, self.head = chunks, b"", b""
 
     def readable(self) -> bool:
         return True
@@ -24,6 +34,7 @@ class _Text(io.RawIOBase):
             if chunk is None:
                 return 0
             self._rest = chunk
+            self.head = self.head or chunk[:100]
         count = min(len(buffer), len(self._rest))
         buffer[:count], self._rest = self._rest[:count], self._rest[count:]
         return count
@@ -34,7 +45,8 @@ def as_fasta(chunks: Iterator[bytes], format: str, name: str) -> Iterator[bytes]
 
     RequestError, with the number of the record, where Biopython cannot read on.
     """
-    text = io.TextIOWrapper(io.BufferedReader(_Text(chunks), BLOCK), encoding="utf-8", errors="replace")
+    source = _Text(chunks)
+    text = io.TextIOWrapper(io.BufferedReader(source, BLOCK), encoding="utf-8", errors="replace")
     parts, size, number = [], 0, 0
     records = _fastq(text) if format == "fastq" else _annotated(text, format)
     while True:
@@ -44,7 +56,8 @@ def as_fasta(chunks: Iterator[bytes], format: str, name: str) -> Iterator[bytes]
             break
         except (ValueError, AssertionError, KeyError, IndexError, AttributeError, TypeError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise RequestError(f"{name} is no readable {format}: record {number + 1} fails ({reason})") from None
+            problem = f"record {number + 1} fails ({reason}); {advice(source.head, format)}"
+            raise RequestError(f"{name} is no readable {format}: {problem}") from None
         number += 1
         parts.append(f">{' '.join(header.split())}\n{sequence}\n".encode())
         size += len(parts[-1])
@@ -52,7 +65,7 @@ def as_fasta(chunks: Iterator[bytes], format: str, name: str) -> Iterator[bytes]
             yield b"".join(parts)
             parts, size = [], 0
     if not number:
-        raise RequestError(f"{name} has no {format} record")
+        raise RequestError(f"{name} has no {format} record: {advice(source.head, format)}")
     yield b"".join(parts)
 
 

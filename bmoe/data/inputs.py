@@ -91,7 +91,7 @@ def _source(name: str) -> Source:
             head = file.read(BGZF_HEADER)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise RequestError(f"the input {name} cannot be read: {error.strerror}") from None
+        raise RequestError(f"the input {name} cannot be read: {error.strerror}; change that, or leave it out of the inputs") from None
     kind = compression.kind_of(head)
     if kind == "gzip" and _bgzf_size(head):
         return Source(name, "bgzf" if bgzf_index(name) is not None else "gzip", size)
@@ -149,9 +149,10 @@ class Bgzf:
         try:
             data = igzip_lib.decompress(part, igzip_lib.DECOMP_GZIP)
         except igzip_lib.IsalError as error:
-            raise RequestError(f"{self._name} is corrupt: its bgzf block at byte {begin} fails ({error})") from None
+            raise RequestError(f"{self._name} is corrupt: its bgzf block at byte {begin} fails ({error}); {compression.AGAIN}") from None
         if len(data) != wanted:
-            raise RequestError(f"{self._name} is corrupt: its bgzf block at byte {begin} has {len(data)} bytes instead of {wanted}")
+            found = f"its bgzf block at byte {begin} has {len(data)} bytes instead of {wanted}"
+            raise RequestError(f"{self._name} is corrupt: {found}; {compression.AGAIN}")
         return data
 
     def close(self) -> None:

@@ -14,13 +14,13 @@ import numpy as np
 
 from bmoe.data.bulk import PARTIAL, Plan, Write
 from bmoe.data.hashset import HashSet
+from bmoe.data.lengths import Lengths
 from bmoe.data.options import PrepareOptions
 from bmoe.data.shards import SPLITS
 from bmoe.data.summary import NOTES, Note, Summary
 from bmoe.errors import RunError
 
 SHARD_TOKENS = 1 << 30  # a shard takes no further sequence once it has so many tokens
-LENGTHS = 1 << 16  # longer sequences share the last bin of the histogram of lengths
 LOG = "prepare.log"
 SCRATCH = ".prepare"  # folder of what only the preparation needs
 IDENTIFIER = np.dtype([("hash", "<u8"), ("source", "<u4"), ("line", "<u8")])
@@ -54,7 +54,7 @@ class Ledger:
         self.out, self.options = out, options
         self.clustered, self.masked, self.hashes = clustered, masked, hashes
         self.totals = Totals()
-        self.length_counts = np.zeros(LENGTHS + 1, np.int64)
+        self.lengths = Lengths()
         self.seen = HashSet() if options.dedup else None
         self._files: dict[str, object] = {}
         self._scratch = out / SCRATCH
@@ -79,9 +79,7 @@ class Ledger:
         totals.duplicates += duplicates.size
         self._count_duplicates(summary, new)
         kept = np.flatnonzero(new)
-        lengths = summary.length[kept]
-        counts = np.bincount(np.minimum(lengths, LENGTHS))
-        self.length_counts[: counts.size] += counts
+        self.lengths.add(summary.length[kept])
         writes = []
         splits = summary.split[kept]
         for split in range(len(SPLITS)):
@@ -244,10 +242,9 @@ class Ledger:
         self.flush()
         sizes = {path: file.tell() for path, file in self._files.items()}
         sizes |= {name + PARTIAL: size for name, size in self.bulk_sizes(journal["item"]).items()}
-        lengths = np.flatnonzero(self.length_counts)
         state = journal | {
             "totals": self.totals.__dict__,
-            "lengths": [lengths.tolist(), self.length_counts[lengths].tolist()],
+            "lengths": self.lengths.counts(),
             "sizes": sizes,
         }
         temporary = self._scratch / "journal.new"
@@ -257,8 +254,7 @@ class Ledger:
     def restore_totals(self, state: dict) -> None:
         """Take the numbers of a journal."""
         self.totals = Totals(**state["totals"])
-        places, counts = state["lengths"]
-        self.length_counts[places] = counts
+        self.lengths.restore(*state["lengths"])
 
     def restore(self, state: dict) -> None:
         """Go back to a journal: cut files to their size then, drop younger ones, read the hashes kept so far."""

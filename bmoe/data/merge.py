@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bmoe.data.alphabet import alphabet
+from bmoe.data.alphabet import TOKENIZER_FILE, alphabet
 from bmoe.data.digests import digest
-from bmoe.data.finish import composition, length_summary, write
+from bmoe.data.finish import composition, write
 from bmoe.data.hashset import HashSet
-from bmoe.data.ledger import LENGTHS
+from bmoe.data.lengths import Lengths
 from bmoe.data.shards import FORMAT, SPLITS, read_manifest
 from bmoe.errors import RequestError, RunError
 
@@ -69,7 +69,7 @@ def _merge(parts: list[tuple[Path, dict]], out: Path) -> dict:
     seen = HashSet() if options["dedup"] else None
     how = {"linked": 0, "copied": 0}
     splits = {name: {"sequences": 0, "residues": 0, "shards": []} for name in SPLITS}
-    lengths = np.zeros(LENGTHS + 1, np.int64)
+    lengths = Lengths()
     again = 0
     for directory, manifest in parts:
         for name in SPLITS:
@@ -88,7 +88,7 @@ def _merge(parts: list[tuple[Path, dict]], out: Path) -> dict:
                     again += excluded.size
                     excluded.astype("<i8").tofile(out / f"{fresh}.excluded")
                     files["excluded"] = digest(out / f"{fresh}.excluded", None)
-                lengths += np.bincount(np.minimum(size[new], LENGTHS), minlength=LENGTHS + 1)
+                lengths.add(size[new])
                 split["shards"].append({"name": fresh, "sequences": int(new.sum()), "residues": int(size[new].sum()), "files": files})
         # order of parts is the order of the input, so the sequence that stays is the one an undivided run keeps
     for split in splits.values():
@@ -99,6 +99,10 @@ def _merge(parts: list[tuple[Path, dict]], out: Path) -> dict:
     if again:
         dropped["duplicate"] = dropped.get("duplicate", 0) + again
     read = sum(manifest["records_read"] for _, manifest in parts)
+    files_of_all = {}
+    if letters.tokenizer is not None:
+        files_of_all[TOKENIZER_FILE] = _same_tokenizer(parts)
+        _link(parts[0][0] / TOKENIZER_FILE, out / TOKENIZER_FILE, how)
     merged = {
         "format": FORMAT,
         "alphabet": letters.name,
@@ -108,17 +112,26 @@ def _merge(parts: list[tuple[Path, dict]], out: Path) -> dict:
         "inputs": parts[0][1]["inputs"],
         "sources": [source for _, manifest in parts for source in manifest["sources"]],
         "splits": splits,
-        "files": {},
+        "files": files_of_all,
         "records_read": read,
         "records_kept": read - sum(dropped.values()),
         "records_dropped": dict(sorted(dropped.items())),
         "residues": residues,
         "counts": dict(sorted(counts.items())),
-        "lengths": length_summary(lengths, residues),
+        "lengths": lengths.summary(),
         "composition": _composition(parts, letters),
     }
     write(out, merged)
     return merged | {"directory": str(out), "parts": len(parts), "duplicates_between_parts": again} | how
+
+
+def _same_tokenizer(parts: list[tuple[Path, dict]]) -> dict:
+    """Bytes and SHA-256 of the parts' tokenizer, which all have learnt from the same beginning of the input."""
+    (directory, first), *others = ((directory, manifest["files"][TOKENIZER_FILE]) for directory, manifest in parts)
+    for other, facts in others:
+        if facts != first:
+            raise RequestError(f"{other} and {directory} learnt different byte-pair encodings: prepare them with the same version")
+    return first
 
 
 def _new(seen: HashSet, hashes: np.ndarray) -> np.ndarray:

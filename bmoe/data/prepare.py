@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bmoe.data import inputs
-from bmoe.data.alphabet import is_bpe
 from bmoe.data.options import PrepareOptions
 from bmoe.data.shards import MANIFEST, read_manifest
 from bmoe.errors import RequestError, RunError
@@ -55,8 +54,6 @@ def prepare(
         raise RequestError("--workers is the number of threads that parse, 1 or more")
     if part is not None and not 1 <= part[0] <= part[1]:
         raise RequestError(f"--part {part[0]}/{part[1]} should be i/n with i from 1 to n")
-    if part is not None and is_bpe(options.alphabet):
-        raise RequestError("--part cannot learn one byte-pair encoding on several machines: prepare dna-bpe without --part")
     out = Path(out)
     sources = inputs.find([str(name) for name in names], options.format)
     if dry_run:
@@ -114,14 +111,13 @@ def _dry_run(sources, out: Path, options: PrepareOptions, workers: int, progress
             run = _run(sources, Path(folder) / "out", options, workers, None, progress, DRY_RUN)
             result = run.run(False)
             size = sum(path.stat().st_size for path in (Path(folder) / "out").iterdir())
-            done, total = run.plan.position(run.source, run.offset), run.plan.total
+            done, total, start = run.done, run.plan.total, run.first - run.begun
     except OSError as error:
         raise _disk(error, place) from error
     known = done > 0 and all(s.kind != "stdin" for s in sources)
     scale = max(total / done, 1.0) if known else None
     predicted = None
     if scale is not None:
-        predicted = {name: result[name] * scale for name in ("records_read", "records_kept", "residues", "seconds")} | {
-            "bytes": size * scale
-        }
+        predicted = {name: result[name] * scale for name in ("records_read", "records_kept", "residues")}
+        predicted |= {"seconds": start + (result["seconds"] - start) * scale, "bytes": size * scale}
     return result | {"directory": str(out), "dry_run": True, "share_read": 1 / scale if scale else None, "predicted": predicted}

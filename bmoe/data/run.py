@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from bmoe.data import bpe, digests, finish, inputs, repeats, tasks
+from bmoe.data import bpe, digests, finish, formats, inputs, repeats, tasks
 from bmoe.data.alphabet import TOKENIZER_FILE, alphabet, dna, is_bpe
 from bmoe.data.batch import Builder
 from bmoe.data.bulk import PARTIAL
@@ -43,9 +43,10 @@ class Run:
         self.sources, self.out, self.options, self.workers, self.part = sources, out, options, workers, part
         self.progress, self.limit = progress or (lambda _: None), limit
         self.scratch = out / SCRATCH
-        self.begun = self.shown = self.saved = time.monotonic()
+        self.begun = self.shown = self.saved = self.first = time.monotonic()  # first: when the first batch came
         self.source, self.offset, self.line = 0, 0, 1  # where the next batch begins
         self.next = 0  # where the next task of this source begins
+        self.disk = 0  # bytes read of the file of a stream
         self.source_records = self.source_text = self.text = 0
         self.places: deque[tuple[str, int, list[Note], dict[str, int]]] = deque()  # of batches that are not known to be written
 
@@ -105,7 +106,8 @@ class Run:
         options = self.options
         clusters = Clusters.of_table(options.clusters) if options.clusters is not None else None
         if is_bpe(options.alphabet) and not (state and (self.out / TOKENIZER_FILE).exists()):
-            learn_from = (piece for task in self.plan.tasks(0, 0) for piece in self.plan.pieces(task))
+            whole = Plan(self.sources, self.options, None)  # every part learns the same
+            learn_from = (piece for task in whole.tasks(0, 0) for piece in whole.pieces(task))
             bpe.learn(learn_from, int(options.alphabet.partition(":")[2]), self.out)
         self.letters = alphabet(options.alphabet, self.out)
         masked = options.dna and options.soft_mask and self.letters.tokenizer is None
@@ -175,6 +177,9 @@ class Run:
     def _batch(self, task: Task, summary: Summary, workers: Workers) -> None:
         if task.source != self.source:
             self.source, self.line, self.source_records, self.source_text, self.offset = task.source, 1, 0, 0, task.begin
+        self.disk = task.disk
+        if not self.text:
+            self.first = time.monotonic()
         plan = self.ledger.decide(summary)
         workers.apply(plan)
         self.ledger.identifiers(summary, task.source, self.line)
@@ -198,7 +203,7 @@ class Run:
         if task.source == self.source:
             self.next = task.end
             if task.last and not self.source_records and self.source_text and (self.part is None or task.begin == 0):
-                raise RequestError(f"{self._name(task.source)} has no FASTA record: none of its lines begins with >")
+                raise RequestError(self._no_fasta(task.source))
         now = time.monotonic()
         if now - self.shown > SHOWN_S:
             self.shown = now
@@ -208,14 +213,22 @@ class Run:
             self._save("read")
             self.saved = time.monotonic()
 
+    def _no_fasta(self, number: int) -> str:
+        head = b"" if self.sources[number].kind == "stdin" else next(inputs.stream(self.sources[number])[1], b"")
+        return f"{self._name(number)} has no FASTA record (none of its lines begins with >): {formats.advice(head, 'fasta')}"
+
     def _save(self, phase: str) -> None:
         place = [self.source, self.next, self.offset, self.line, self.source_records, self.source_text, self.text]
         self.ledger.save({"phase": phase, "request": self._request(), "place": place, "item": self.item, "digests": self.plan.digests})
 
+    @property
+    def done(self) -> float:
+        """Bytes read of the inputs on disk."""
+        return self.plan.position(self.source, self.offset, self.disk)
+
     def _show(self, phase: str) -> None:
         total = 0 if any(s.kind == "stdin" for s in self.sources) else self.plan.total
-        done = self.plan.position(self.source, self.offset)
-        self.progress(Progress(phase, done, total, self.text, self.ledger.totals.records_read, time.monotonic() - self.begun))
+        self.progress(Progress(phase, self.done, total, self.text, self.ledger.totals.records_read, time.monotonic() - self.begun))
 
     def _close(self) -> None:
         """Everything was read: count what stands twice, and close the books."""

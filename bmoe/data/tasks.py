@@ -19,13 +19,15 @@ MARGIN = 16 << 10  # bytes in which the next record is looked for first
 
 @dataclass(frozen=True)
 class Task:
-    """The records that begin in [begin, end) of a source; or one piece of a stream. last: of its source."""
+    """The records that begin in [begin, end) of a source; or one piece of a stream. last: of its source. disk: bytes of a stream's file
+    read so far."""
 
     source: int
     begin: int
     end: int
     piece: Piece | None = None
     last: bool = False
+    disk: int = 0
 
 
 class Plan:
@@ -46,10 +48,10 @@ class Plan:
         if part and any(s.kind == "stdin" for s in sources):
             raise RequestError("--part needs files: stdin cannot be divided among the machines of a job array")
 
-    def position(self, source: int, end: int) -> float:
-        """Bytes on disk before offset `end` of a source, over all inputs."""
+    def position(self, source: int, end: int, disk: int = 0) -> float:
+        """Bytes on disk, over all inputs, before offset `end` of a source, or of a stream before byte `disk` of its file."""
         share = end / self.sizes[source] if self._readers[source] and self.sizes[source] else 0.0
-        return self._before[source] + share * self.sources[source].size
+        return self._before[source] + (share * self.sources[source].size if self._readers[source] else disk)
 
     def mine(self, source: int, begin: int) -> bool:
         """Whether what begins there belongs to this part."""
@@ -82,13 +84,13 @@ class Plan:
         raw, chunks = inputs.stream(self.sources[source])
         if self.options.format != "fasta":
             chunks = as_fasta(chunks, self.options.format, self.sources[source].name)
-        piece = None
+        piece, disk = None, 0
         for following in cut(_after(chunks, max(start - 1, 0)), start, None):
             if piece is not None:
-                yield Task(source, 0, piece.end, piece)
-            piece = following
+                yield Task(source, 0, piece.end, piece, disk=disk)
+            piece, disk = following, raw.count
         self.digests[source] = {"bytes": raw.count, "sha256": raw.hexdigest()}
-        yield Task(source, 0, piece.end if piece else start, piece or Piece(b"", start), last=True)
+        yield Task(source, 0, piece.end if piece else start, piece or Piece(b"", start), last=True, disk=raw.count)
 
     def pieces(self, task: Task) -> Iterator[Piece]:
         """The pieces of a task."""

@@ -7,6 +7,6 @@ SWISSPROT = {  # percent of residues; UniProtKB/Swiss-Prot protein knowledgebase
 
 
 def beside_swissprot(composition: dict[str, float]) -> list[tuple[str, float, float | None]]:
-    """(letter, percent found, percent in Swiss-Prot or None), the most frequent first."""
-    letters = sorted(set(composition) | set(SWISSPROT), key=lambda letter: -composition.get(letter, 0.0))
+    """(letter, percent found, percent in Swiss-Prot or None), the most frequent first, equally frequent ones by letter."""
+    letters = sorted(set(composition) | set(SWISSPROT), key=lambda letter: (-composition.get(letter, 0.0), letter))
     return [(letter, 100 * composition.get(letter, 0.0), SWISSPROT.get(letter)) for letter in letters]

@@ -14,22 +14,32 @@ REASONS = {
     "internal_stop": "a * inside (--internal-stop drop)",
     "duplicate": "the same sequence stood before",
 }
-COUNTS = {
-    "invalid_letters": "letters outside the alphabet",
-    "internal_stops": "* inside sequences",
-    "terminal_stops": "* at the end of sequences, removed",
-    "gaps": "gaps (- and .)",
-    "lower_case": "letters in lower case",
-    "glued_headers": "headers that end like a sequence",
-    "duplicate_identifiers": "records whose identifier stood before",
-    "sequences_with_duplicates": "sequences that stand more than once",
-    "text_lines_before_first_record": "lines of text before a file's first record",
-    "unclustered_records": "records that the cluster table does not list",
-    "n_run_bases": "bases N in long runs, left out",
-    "split_gap_bases": "bases left out between regions of different splits",
-    "parts_too_short": "parts of records shorter than --min-length",
-    "parts_duplicate": "parts of records that stood before",
+COUNTS = {  # of one, of several
+    "invalid_letters": ("letter outside the alphabet", "letters outside the alphabet"),
+    "internal_stops": ("* inside a sequence", "* inside sequences"),
+    "terminal_stops": ("* at the end of a sequence, removed", "* at the end of sequences, removed"),
+    "gaps": ("gap (- or .)", "gaps (- and .)"),
+    "lower_case": ("letter in lower case", "letters in lower case"),
+    "glued_headers": ("header that ends like a sequence", "headers that end like a sequence"),
+    "duplicate_identifiers": ("record whose identifier stood before", "records whose identifier stood before"),
+    "sequences_with_duplicates": ("sequence that stands more than once", "sequences that stand more than once"),
+    "text_lines_before_first_record": ("line of text before a file's first record", "lines of text before a file's first record"),
+    "unclustered_records": ("record that the cluster table does not list", "records that the cluster table does not list"),
+    "n_run_bases": ("base N in a long run, left out", "bases N in long runs, left out"),
+    "split_gap_bases": ("base left out between regions of different splits", "bases left out between regions of different splits"),
+    "parts_too_short": ("part of a record shorter than --min-length", "parts of records shorter than --min-length"),
+    "parts_duplicate": ("part of a record that stood before", "parts of records that stood before"),
 }
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 record`, `2 records`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def found(what: str, number: int) -> str:
+    """What a count of the manifest counts, for that number."""
+    return COUNTS[what][number != 1] if what in COUNTS else what
 
 
 def write(directory: str | Path, results: dict) -> Path:
@@ -44,10 +54,10 @@ def html(results: dict) -> str:
     splits = results["splits"]
     kept, read = results["records_kept"], results["records_read"]
     key = [
-        (f"{read:,}", "records read"),
-        (f"{kept:,}", "records kept"),
-        (f"{results['residues']:,}", "tokens" if results["vocabulary"] > 64 else "residues"),
-        (f"{splits['valid']['sequences']:,}", "sequences held out for validation"),
+        _tile(read, "record", " read"),
+        _tile(kept, "record", " kept"),
+        _tile(results["residues"], unit(results)),
+        _tile(splits["valid"]["sequences"], "sequence", " held out for validation"),
     ]
     return page(
         "Prepared sequences",
@@ -58,7 +68,7 @@ def html(results: dict) -> str:
             "".join(f"<p><b>{note}</b></p>" for note in empty_splits(results)),
             section(
                 "Splits",
-                table(["split", "sequences", "residues"], [[n, s["sequences"], s["residues"]] for n, s in splits.items()]),
+                table(["split", "sequences", unit(results) + "s"], [[n, s["sequences"], s["residues"]] for n, s in splits.items()]),
                 text="By the hash of each sequence, or of its cluster: equal sequences are on one side.",
             ),
             section(
@@ -66,7 +76,7 @@ def html(results: dict) -> str:
                 table(["why", "records"], [[REASONS.get(k, k), n] for k, n in results["records_dropped"].items()]),
                 text="prepare.log has the place of each, the first 10,000 of a reason.",
             ),
-            section("Found on the way", table(["what", "number"], [[COUNTS.get(k, k), n] for k, n in results["counts"].items() if n])),
+            section("Found on the way", table(["what", "number"], [[found(k, n), n] for k, n in results["counts"].items() if n])),
             section("Lengths", lengths(results), quantiles(results)),
             section("Composition", composition(results)),
             section(
@@ -77,12 +87,24 @@ def html(results: dict) -> str:
     )
 
 
+def _tile(number: int, noun: str, rest: str = "") -> tuple[str, str]:
+    value, _, noun = counted(number, noun).partition(" ")
+    return value, noun + rest
+
+
+def unit(results: dict) -> str:
+    """What a stored number stands for."""
+    return {"protein": "residue", "dna": "base"}.get(results["alphabet"], "token")
+
+
 def empty_splits(results: dict) -> list[str]:
     """A sentence for every split that was asked for and got nothing."""
     shares = {"valid": results["options"]["valid_fraction"], "test": results["options"]["test_fraction"]}
+    of = counted(results["records_kept"], "record")
+    if results["alphabet"] != "protein":  # long records are divided among the splits
+        of = counted(sum(split["sequences"] for split in results["splits"].values()), "region")
     return [
-        f"The split {name} is empty: a share of {share:g} of {results['records_kept']:,} records is too small; "
-        f"choose a larger --{name}-fraction."
+        f"The split {name} is empty: a share of {share:g} of {of} is too small; choose a larger --{name}-fraction."
         for name, share in shares.items()
         if share > 0 and not results["splits"][name]["sequences"] and not results.get("part")
     ]

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bmoe.reports.composition import beside_swissprot
-from bmoe.reports.prepare import COUNTS, REASONS, empty_splits
+from bmoe.reports.prepare import REASONS, counted, empty_splits, found, unit
 
 WIDTH = 40  # columns of the longest bar
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -20,27 +20,58 @@ def summary(results: dict) -> RenderableType:
 
 
 def _records(results: dict) -> Table:
-    title = "read the beginning of the input" if results.get("dry_run") else "prepared"
+    title = "prepared"
+    if results.get("dry_run"):
+        share = results["share_read"]
+        title = "dry run: " + (f"read {100 * share:.3g} % of the input" if share and share < 1 else "read all of the input")
+        title = "dry run: read the beginning of standard input" if share is None else title
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column()
-    table.add_row("records read", f"{results['records_read']:,}")
-    table.add_row("records kept", f"{results['records_kept']:,}")
+    table.add_row("read", counted(results["records_read"], "record"))
+    table.add_row("kept", counted(results["records_kept"], "record"))
     for reason, number in results["records_dropped"].items():
         table.add_row("dropped", f"{number:,}  {REASONS.get(reason, reason)}")
     for what, number in results["counts"].items():
         if number:
-            table.add_row("found", f"{number:,}  {COUNTS.get(what, what)}")
-    table.add_row("residues", f"{results['residues']:,}")
+            table.add_row("found", f"{number:,}  {found(what, number)}")
+    noun = unit(results)
     for name, split in results["splits"].items():
         if split["sequences"] or name == "train":
-            table.add_row(name, f"{split['sequences']:,} sequences, {split['residues']:,} residues")
+            table.add_row(name, f"{counted(split['sequences'], 'sequence')}, {counted(split['residues'], noun)}")
+    table.add_row("in all", counted(results["residues"], noun))
     if "seconds" in results:
-        table.add_row("speed", f"{results['seconds']:.1f} s, {results['mb_per_s']:,.0f} MB/s of text")
-    for what, number in (results.get("predicted") or {}).items():
-        table.add_row("predicted", f"{number:,.0f}  {what.replace('_', ' ')}")
-    table.add_row("folder", results["directory"])
+        table.add_row("speed", f"{duration(results['seconds'])}, {results['mb_per_s']:,.0f} MB/s of text")
+    if results.get("dry_run"):
+        for line in _predicted(results.get("predicted"), noun):
+            table.add_row("predicted", line)
+    table.add_row("folder", results["directory"] + (" (nothing was written)" if results.get("dry_run") else ""))
     return table
+
+
+def _predicted(numbers: dict | None, noun: str) -> list[str]:
+    """What the whole input would take."""
+    if numbers is None:
+        return ["nothing: the size of standard input is not known"]
+    return [
+        f"about {counted(round(numbers['records_kept']), 'record')} kept of {round(numbers['records_read']):,}",
+        f"about {counted(round(numbers['residues']), noun)}, {size(numbers['bytes'])} on disk, in {duration(numbers['seconds'])}",
+    ]
+
+
+def size(number: float) -> str:
+    """Bytes in the largest unit of which there are some."""
+    for name, value in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= value:
+            return f"{number / value:.3g} {name}"
+    return f"{number:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def bar(share: float) -> str:
@@ -73,8 +104,8 @@ def _composition(results: dict) -> Table:
     rows = (
         beside_swissprot(results["composition"]) if protein else [(k, 100 * v, None) for k, v in list(results["composition"].items())[:16]]
     )
-    most = max(found for _, found, _ in rows)
-    for letter, found, other in rows:
-        cells = [letter, f"{found:.2f}"] + ([f"{other:.2f}" if other is not None else ""] if protein else [])
-        table.add_row(*cells, bar(found / most / 2))
+    most = max(here for _, here, _ in rows)
+    for letter, here, other in rows:
+        cells = [letter, f"{here:.2f}"] + ([f"{other:.2f}" if other is not None else ""] if protein else [])
+        table.add_row(*cells, bar(here / most / 2))
     return table

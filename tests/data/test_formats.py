@@ -88,3 +88,23 @@ def test_a_file_of_another_format_is_refused(format, tmp_path):
     (tmp_path / "in.txt").write_text("this is a letter to my aunt\n")
     with pytest.raises(RequestError, match=r"in\.txt"):
         prepare([str(tmp_path / "in.txt")], tmp_path / "out", PrepareOptions("dna", format))
+
+
+@pytest.mark.parametrize(
+    "text, format, advice",
+    [
+        (">a\nMKV\n", "genbank", "begins like fasta, so try --format fasta"),
+        ("@a\nACGT\n+\nIIII\n", "fasta", "begins like fastq, so try --format fastq"),
+        ("LOCUS       X  10 bp\n", "swissprot", "begins like genbank"),
+        ("ID   X\n", "fasta", "begins like embl or swissprot, so try --format embl"),
+        ("nothing\n", "embl", "mend it, or leave it out of the inputs"),
+        ("nothing\n", "fasta", "mend it, or leave it out of the inputs"),
+    ],
+)
+def test_an_input_of_another_format_is_named_with_what_to_do(text, format, advice, tmp_path):
+    (tmp_path / "good.fasta").write_text(">g\nMKVA\n")
+    (tmp_path / "in.txt").write_text(text)
+    names = [str(tmp_path / "good.fasta")] if format == "fasta" else []
+    with pytest.raises(RequestError, match=f"in.txt (has no|is no).*{advice}"):
+        prepare([*names, str(tmp_path / "in.txt")], tmp_path / "out", PrepareOptions(format=format))
+    assert not (tmp_path / "out").exists()

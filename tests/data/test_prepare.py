@@ -21,6 +21,7 @@ from bmoe.data.fasta import codes_of, parse
 from bmoe.data.hashing import name_hashes
 from bmoe.data.hashset import HashSet
 from bmoe.data.ledger import Ledger
+from bmoe.data.lengths import Lengths
 from bmoe.data.merge import merge
 from bmoe.data.prepare import PrepareOptions, prepare
 from bmoe.data.shards import Shards
@@ -485,6 +486,25 @@ def test_parts_merge_into_what_one_machine_prepares(count, proteins, tmp_path, m
         assert all((one.sequence(i) == other.sequence(i)).all() and one.header(i) == other.header(i) for i in range(len(one)))
 
 
+def test_parts_with_byte_pairs_learn_one_encoding(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "UNIT", 20_000)
+    (tmp_path / "in.fa").write_text("".join(f">{k}\n{chromosome(9_000, k)}\n" for k in range(12)))
+    options = PrepareOptions(alphabet="dna-bpe:200", valid_fraction=0.3)
+    whole = prepare([str(tmp_path / "in.fa")], tmp_path / "whole", options)
+    for k in (1, 2):
+        prepare([str(tmp_path / "in.fa")], tmp_path / f"p{k}", options, part=(k, 2))
+    merged = merge([tmp_path / "p1", tmp_path / "p2"], tmp_path / "merged")
+    verify(tmp_path / "merged")
+    assert merged["files"] == {"tokenizer.json": whole["files"]["tokenizer.json"]}
+    for split in SPLITS:
+        assert sequences(tmp_path / "merged", split) == sequences(tmp_path / "whole", split)
+    manifest = json.loads((tmp_path / "p2/manifest.json").read_text())
+    manifest["files"]["tokenizer.json"]["sha256"] = "0" * 64
+    (tmp_path / "p2/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RequestError, match="different byte-pair encodings"):
+        merge([tmp_path / "p1", tmp_path / "p2"], tmp_path / "other")
+
+
 def test_wrong_sets_of_parts_are_refused(proteins, tmp_path):
     for k in (1, 2):
         prepare([str(proteins)], tmp_path / f"p{k}", OPTIONS, part=(k, 2))
@@ -560,13 +580,57 @@ def test_dry_run_leaves_nothing_and_predicts_a_small_input_exactly(proteins, tmp
     assert abs(predicted["predicted"]["bytes"] - size) < 500  # the names in the manifest differ
 
 
-def test_progress_reaches_the_end(proteins, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["plain", "gzip"])
+def test_dry_run_of_a_part_predicts_the_whole(kind, tmp_path, monkeypatch):
+    """Real proteins are alike enough that the first third tells the rest within 15 %."""
+    monkeypatch.setattr("bmoe.data.prepare.DRY_RUN", 700_000)
+    monkeypatch.setattr(tasks, "UNIT", 50_000)
+    monkeypatch.setattr(blocks, "FRAGMENT", 50_000)
+    monkeypatch.setattr(blocks.cut, "__defaults__", (50_000, blocks.LIMIT, 50_000))
+    monkeypatch.setattr(compression, "CHUNK", 20_000)
+    monkeypatch.setattr(compression, "OUTPUT", 40_000)
+    name = tmp_path / "in.fasta"
+    name.write_bytes(gzip.decompress(MANY.read_bytes()) if kind == "plain" else MANY.read_bytes())
+    dry = prepare([str(name)], tmp_path / "out", OPTIONS, dry_run=True)
+    real = prepare([str(name)], tmp_path / "out", OPTIONS)
+    assert 0.2 < dry["share_read"] < 0.6
+    for what in ("records_read", "records_kept", "residues"):
+        assert abs(dry["predicted"][what] / real[what] - 1) < 0.15, what
+
+
+@pytest.mark.parametrize("kind", ["plain", "gzip"])
+def test_progress_reaches_the_end(kind, proteins, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "UNIT", 10_000)
-    seen = []
+    monkeypatch.setattr(blocks, "FRAGMENT", 10_000)
+    monkeypatch.setattr(blocks.cut, "__defaults__", (10_000, blocks.LIMIT, 10_000))
+    monkeypatch.setattr(compression, "OUTPUT", 10_000)
+    monkeypatch.setattr(compression, "CHUNK", 5_000)
+    seen, name = [], proteins
+    if kind == "gzip":
+        name = tmp_path / "in.gz"
+        name.write_bytes(gzip.compress(proteins.read_bytes()))
     monkeypatch.setattr("bmoe.data.run.SHOWN_S", 0.0)
-    prepare([str(proteins)], tmp_path / "out", OPTIONS, progress=seen.append)
+    prepare([str(name)], tmp_path / "out", OPTIONS, progress=seen.append)
     done = [p.done for p in seen]
-    assert done == sorted(done) and done[-1] == seen[-1].total == proteins.stat().st_size and len(seen) > 10
+    assert done == sorted(done) and done[-1] == seen[-1].total == name.stat().st_size and len(set(done)) > 10
+
+
+def test_lengths_are_exact_however_long(tmp_path):
+    """Also beyond 65,536, where most inputs have none, and after a resumption."""
+    draw = np.random.default_rng(0)
+    given = np.concatenate([draw.integers(1, 5000, 3000), draw.integers(60_000, 300_000, 41), [65_535, 65_536, 4_938_920]])
+    lengths, resumed = Lengths(), Lengths()
+    for part in np.array_split(given, 5):
+        lengths.add(part)
+        resumed.restore(*json.loads(json.dumps(lengths.counts())))
+    found = lengths.summary()
+    assert found == resumed.summary()
+    assert found["mean"] == round(given.mean(), 2)
+    assert found["quantiles"] == {str(q): int(np.quantile(given, q / 100, method="inverted_cdf")) for q in (0, 5, 25, 50, 75, 95, 100)}
+    edges = [start for start, _ in found["histogram"]]
+    assert edges[0] <= given.min() and edges[-1] == 1 << 22
+    assert [number for _, number in found["histogram"]] == np.histogram(given, [*edges, 2 * edges[-1]])[0].tolist()
+    assert Lengths().summary() == {"mean": 0.0, "quantiles": {}, "histogram": []}
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path):

@@ -9,7 +9,7 @@ from rich.console import Console
 from bmoe.data.prepare import PrepareOptions, prepare
 from bmoe.reports import prepare as report
 from bmoe.reports import prepare_terminal
-from bmoe.reports.composition import SWISSPROT
+from bmoe.reports.composition import SWISSPROT, beside_swissprot
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -50,6 +50,44 @@ def test_terminal_summary(results, width):
     assert f"{results['records_kept']:,}" in text and "median" in text
     assert max(map(len, text.splitlines())) <= width
     assert ("Swiss-Prot" in text) == (results["alphabet"] == "protein")
+
+
+def shown(results: dict) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console.print(prepare_terminal.summary(results))
+    return console.export_text()
+
+
+def test_one_is_not_many(tmp_path):
+    (tmp_path / "in.fasta").write_text(">a\nMK1VA\n")
+    results = prepare([str(tmp_path / "in.fasta")], tmp_path / "out")
+    text = shown(results) + report.html(results)
+    assert "1 record" in text and "1 sequence," in text and "1  letter outside" in text and "share of 0.005 of 1 record is" in text
+    assert not {f"1 {noun}s" for noun in ("record", "sequence", "residue")} & {text[k : k + 11].rstrip() for k in range(len(text))}
+    assert report.counted(1, "base") == "1 base" and report.counted(1000, "base") == "1,000 bases"
+
+
+def test_an_empty_split_of_dna_counts_its_regions(tmp_path):
+    """One chromosome gives every split, region by region."""
+    (tmp_path / "in.fasta").write_text(">c\n" + "ACGTTGCA" * 20_000 + "\n")
+    results = prepare([str(tmp_path / "in.fasta")], tmp_path / "out", PrepareOptions(alphabet="dna", valid_fraction=1e-6, dedup=False))
+    assert report.empty_splits(results) == [
+        "The split valid is empty: a share of 1e-06 of 3 regions is too small; choose a larger --valid-fraction."
+    ]
+
+
+def test_a_dry_run_says_what_the_whole_would_take(tmp_path):
+    results = prepare([str(DATA / "uniprot_500.fasta.gz")], tmp_path / "out", dry_run=True)
+    text = shown(results)
+    assert "dry run: read all of the input" in text and "nothing was written" in text
+    assert f"about {results['records_kept']:,} records kept of {results['records_read']:,}" in text and "kB on disk, in " in text
+    text = shown(results | {"share_read": 0.04321, "predicted": results["predicted"] | {"bytes": 2.5e10, "seconds": 300.0}})
+    assert "read 4.32 % of the input" in text and "25 GB on disk, in 5 min" in text
+    assert "the size of standard input is not known" in shown(results | {"share_read": None, "predicted": None})
+
+
+def test_letters_that_are_equally_frequent_stand_in_their_order():
+    assert [letter for letter, _, _ in beside_swissprot({"V": 0.3, "A": 0.3, "M": 0.4})] == list("MAV" + "CDEFGHIKLNPQRSTWY")
 
 
 def test_bars_are_proportional():
