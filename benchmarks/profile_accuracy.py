@@ -22,6 +22,7 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,9 @@ import torch
 from bmoe import recipe as recipes
 from bmoe.errors import RequestError, RunError
 from bmoe.jobs.profile import build
-from bmoe.profiling import chips, compare, measure, memory, predict, profile
+from bmoe.jobs.stepping import step_of
+from bmoe.parallel.world import World
+from bmoe.profiling import chips, compare, footprint, measure, memory, predict, profile
 from bmoe.profiling.estimate import expected_load, open_data, with_values
 from bmoe.profiling.measure import Subject
 from bmoe.recipe import Recipe
@@ -66,10 +69,10 @@ class Worker:
     """One shape in one process: holds the model that it built last."""
 
     def __init__(self, shape: str, device: torch.device):
-        self.shape, self.device, self.subject = shape, device, None
+        self.shape, self.device, self.subject, self.take = shape, device, None, None
 
     def _build(self, precision: str, recompute: str, compiled: bool) -> Subject:
-        self.subject = None
+        self.subject = self.take = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -77,20 +80,25 @@ class Worker:
         recipe = load(self.shape, precision, recompute, compiled)
         self.shards, _ = open_data(recipe)
         self.subject = build(recipe, self.device)
+        self.take = step_of(self.subject, World(self.device))
         return self.subject
 
     def memory(self, precision: str, recompute: str, compiled: bool) -> dict:
         """GiB in closed form and by the allocator: over everything so far, and over two steps after the first."""
         before = torch.cuda.memory_allocated(self.device) / memory.GIB if self.device.type == "cuda" else None
         subject = self._build(precision, recompute, compiled)
-        first = self._steps_peak(1)
+        first = self._steps_peak(4 if subject.recipe.backend.graphs is True else 1)  # until the steps are replayed
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         measured = self._steps_peak(2)
+        counted, _ = footprint.by_category(subject, self.shards, self.device)
         recipe = subject.recipe
         sizes = memory.by_category(recipe, self.shards.alphabet.size, expected_load(recipe, self.shards))
         return {
             "experts": recipe.backend.experts,
+            "attention": recipe.backend.attention,
+            "replayed": recipe.backend.graphs is True,
+            "measured": counted,
             "predicted": sizes,
             "measured_peak": measured,
             "first_step_peak": first,
@@ -99,19 +107,21 @@ class Worker:
         }
 
     def _steps_peak(self, steps: int) -> float | None:
-        measure.whole_steps(self.subject, self.shards, self.device, 0, steps)
+        measure.whole_steps(self.subject, self.shards, self.device, 0, steps, take=self.take)
         return torch.cuda.max_memory_allocated(self.device) / memory.GIB if self.device.type == "cuda" else None
 
     def roofline(self, steps: int) -> dict:
         """Seconds of a step of the model in hand, measured and predicted for this chip (on a CPU: for an H200)."""
         recipe = self.subject.recipe
-        found = measure.whole_steps(self.subject, self.shards, self.device, 3, steps)
+        found = measure.whole_steps(self.subject, self.shards, self.device, 5, steps, take=self.take)
         here = chips.of_device(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         predicted = predict.step(recipe, self.shards.alphabet.size, expected_load(recipe, self.shards), here or chips.find("h200"))
         return {
             "chip": predicted["chip"],
             "precision": recipe.precision.kind,
             "experts": recipe.backend.experts,
+            "attention": recipe.backend.attention,
+            "replayed": recipe.backend.graphs is True,
             "measured_s": found.middle,
             "seconds": found.seconds,
             "data_wait_s": found.wait_s,
@@ -130,32 +140,32 @@ class Worker:
         """Mean seconds of a step in blocks of bare and of timed steps, in turn."""
         bare, timed = [], []
         for _ in range(blocks):
-            bare.append(bare_seconds(self.subject, self.shards, self.device, steps))
-            found = measure.whole_steps(self.subject, self.shards, self.device, 1, steps).seconds
+            bare.append(self.bare_seconds(steps))
+            found = measure.whole_steps(self.subject, self.shards, self.device, 1, steps, take=self.take).seconds
             timed.append(sum(found) / len(found))
         return {"bare_s": bare, "timed_s": timed, "steps": steps, "overhead": median(timed) / median(bare) - 1}
 
+    def bare_seconds(self, steps: int) -> float:
+        """Mean seconds of a step as training runs it: the device is waited for before the first and after the last."""
+        with measure.loader(self.subject, self.shards, self.device) as stream:
+            for number in range(steps + 1):
+                if number == 1:
+                    measure.synchronise(self.device)
+                    began = time.perf_counter()
+                self.take(stream.next().batches)
+            measure.synchronise(self.device)
+        return (time.perf_counter() - began) / steps
+
     def repeat(self, steps: int) -> dict:
         """Two profiles of the same recipe, each with its own model, and the verdict of `--compare`."""
-        self.subject = None
+        self.subject = self.take = None
         compiled, precision = self.device.type == "cuda", "bf16" if self.device.type == "cuda" else "fp32"
         recipe = load(self.shape, precision, "none", compiled)
-        runs = [profile(recipe, build, device=self.device, steps=steps) for _ in range(2)]
+        stepping = partial(step_of, world=World(self.device))
+        runs = [profile(recipe, build, device=self.device, steps=steps, stepping=stepping) for _ in range(2)]
         changed = compare(*runs)["step"]
         mean = sum(runs[0]["measured"]["steps"]) / len(runs[0]["measured"]["steps"])
         return {**changed, "agree": not changed["changed"], "bounds": [[r["step_s_low"], r["step_s_high"]] for r in runs], "mean_s": mean}
-
-
-def bare_seconds(subject: Subject, shards, device: torch.device, steps: int) -> float:
-    """Mean seconds of a step as training runs it: the device is waited for before the first and after the last."""
-    with measure.loader(subject, shards, device) as batches:
-        for number in range(steps + 1):
-            if number == 1:
-                measure.synchronise(device)
-                began = time.perf_counter()
-            measure.training_step(subject, batches.next().batches, device)
-        measure.synchronise(device)
-    return (time.perf_counter() - began) / steps
 
 
 def serve(shape: str, device: str, pipe: Connection) -> None:

@@ -37,8 +37,11 @@ class _Saved:
         return sum(_storages(self.kept).values())
 
 
-def by_category(subject: Subject, shards, device: torch.device) -> dict[str, float | str]:
-    """GiB: weights, gradients, optimizer, activations, workspace (CUDA), peak, and a label. Takes one training step."""
+def by_category(subject: Subject, shards, device: torch.device) -> tuple[dict[str, float | str], Tensor]:
+    """GiB: weights, gradients, optimizer, activations, workspace (CUDA), peak, and a label; and counts_LE of a batch.
+
+    Takes one training step, eagerly (compiled where the model is).
+    """
     model, optimizer, cuda = subject.model, subject.optimizer, device.type == "cuda"
     weights = _storages([*model.parameters(), *model.buffers()])
     state = _storages(tensor for named in (optimizer.m, optimizer.v, optimizer.low) for tensor in named.values())
@@ -53,7 +56,7 @@ def by_category(subject: Subject, shards, device: torch.device) -> dict[str, flo
         batch = batch.to(device)
         before = torch.cuda.memory_allocated(device) if cuda else 0
         with nullcontext() if cuda else torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-            loss, _ = loss_of(subject, batch, targets, share)
+            loss, counts_LE = loss_of(subject, batch, targets, share)
         activations = torch.cuda.memory_allocated(device) - before if cuda else saved.bytes()
         saved.kept.clear()
         loss.backward()
@@ -71,4 +74,4 @@ def by_category(subject: Subject, shards, device: torch.device) -> dict[str, flo
         "peak": peak,
     }
     label = "counted tensors; peak of the allocator" if cuda else "counted tensors; peak is the whole process's resident size"
-    return {**{name: size / GIB for name, size in found.items()}, "label": label}
+    return {**{name: size / GIB for name, size in found.items()}, "label": label}, counts_LE.cpu()

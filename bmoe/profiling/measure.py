@@ -9,6 +9,7 @@ profiler (`trace`).
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -36,6 +37,7 @@ class Subject(NamedTuple):
 
 
 Build = Callable[[Recipe, torch.device], Subject]
+Take = Callable[[list[Batch]], object]  # one training step on batches that lie on the CPU
 
 
 def loss_of(subject: Subject, batch: Batch, targets: int, share: float) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,7 @@ def training_step(subject: Subject, batches: list[Batch], device: torch.device, 
 class Steps(NamedTuple):
     """What undisturbed steps took. `seconds` is one entry a step, wait_s the mean wait for data, load the mean batch.
 
-    residue_share: residues among real tokens. rectangle: padding if each batch were a rectangle. counts_LE: of one batch.
+    residue_share: residues among real tokens. rectangle: padding if each batch were a rectangle.
     """
 
     seconds: list[float]
@@ -87,7 +89,6 @@ class Steps(NamedTuple):
     load: Load
     residue_share: float
     rectangle: float
-    counts_LE: Tensor
 
     @property
     def middle(self) -> float:
@@ -101,19 +102,29 @@ class Steps(NamedTuple):
         cuts = quantiles(self.seconds, n=10, method="inclusive")
         return cuts[0], cuts[-1]
 
+    def and_later(self, later: "Steps") -> "Steps":
+        """These and later steps of the same thing: their spread also has what drifted in between. The load is that of these."""
+        n, m = len(self.seconds), len(later.seconds)
+        wait_s = (self.wait_s * n + later.wait_s * m) / (n + m)
+        return self._replace(seconds=self.seconds + later.seconds, wait_s=wait_s)
+
 
 def loader(subject: Subject, shards, device: torch.device) -> TrainingLoader:
     """The recipe's training batches from the start."""
     return TrainingLoader(shards, subject.recipe, Position(0, 0), pin=device.type == "cuda")
 
 
-def whole_steps(subject: Subject, shards, device: torch.device, warmup: int, steps: int, limit_s: float = math.inf) -> Steps:
+def whole_steps(
+    subject: Subject, shards, device: torch.device, warmup: int, steps: int, limit_s: float = math.inf, take: Take | None = None
+) -> Steps:
     """Time `steps` steps after `warmup`, without instruments: one mark between two steps, and the clock around the loader.
 
+    `take` is the step, as training takes it (replayed, where it is replayed); None: `training_step`.
     As in training the host does not wait for the device, but it runs at most one step ahead of the one that is timed. After
     `limit_s` seconds no further step begins, but two are always taken (one if `steps` is 1).
     """
     subject.model.train()
+    take = take or partial(training_step, subject, device=device)
     ends, wait, seen = [], 0.0, []
     with loader(subject, shards, device) as stream:
         for number in range(warmup + steps):
@@ -124,7 +135,7 @@ def whole_steps(subject: Subject, shards, device: torch.device, warmup: int, ste
             began = time.perf_counter()
             batches = stream.next().batches
             waited = time.perf_counter() - began
-            counts_LE = training_step(subject, batches, device)
+            take(batches)
             if number >= warmup:
                 ends.append(mark(device))
                 wait += waited
@@ -136,7 +147,7 @@ def whole_steps(subject: Subject, shards, device: torch.device, warmup: int, ste
         tokens=seen[0].tokens_T.numel(), real=sum(int(b.real_tokens) for b in seen) // n,
         pairs=sum(b.pairs for b in seen) / n, targets=sum(b.picked_M.numel() for b in seen) // n,
     )  # fmt: skip
-    return Steps(seconds, wait / len(seconds), load, sum(b.residues for b in seen) / (load.real * n), _rectangle(seen), counts_LE.cpu())
+    return Steps(seconds, wait / len(seconds), load, sum(b.residues for b in seen) / (load.real * n), _rectangle(seen))
 
 
 def _passed(start: Mark, end: Mark) -> float:

@@ -33,7 +33,7 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
     qkv = T * (D + 2 * (model.kv_heads or model.heads) * (D // model.heads)) * b
     stream = T * D * b
     attention = 3 * stream + qkv + T * model.heads * 4
-    if backend.attention == "sdpa":
+    if backend.attention in ("sdpa", "flash"):
         attention += (qkv + stream) / 2  # rotated queries and keys beside the projection, whose values are a view of it
     elif not compiled:
         attention += stream + (qkv if model.qk_norm else 0)  # the output before its tail is cleaned; inputs of the heads' norms
@@ -83,7 +83,8 @@ def on_a_gpu(recipe: Recipe) -> Recipe:
     if backend.compile == "auto":
         update["compile"] = True
     if backend.attention == "auto":
-        update["attention"] = "sdpa" if precision.kind == "fp32" else "varlen"
+        flash = not model.qk_norm and model.width // model.heads in (64, 128)  # `training.setup`, with flash-attn-4 installed
+        update["attention"] = "sdpa" if precision.kind == "fp32" else ("flash" if flash else "varlen")
     if backend.experts == "auto":
         plain = model.ffn == "swiglu" and not model.bias and not precision.emulate
         update["experts"] = {"bf16": "triton", "fp32": "grouped"}.get(precision.kind, "te") if plain else "grouped"

@@ -13,13 +13,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from bmoe.data.loader import TrainingLoader
-from bmoe.data.packing import Batch
 from bmoe.data.sampler import Position
 from bmoe.parallel.world import World
-from bmoe.profiling.measure import Subject, synchronise
+from bmoe.profiling.measure import Subject, Take, synchronise
 from bmoe.profiling.timeline import between, mark
 
-Take = Callable[[list[Batch]], object]
 """One training step on this rank's batches, which lie on the CPU."""
 
 

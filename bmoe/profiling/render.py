@@ -84,7 +84,7 @@ def _headline(results: dict) -> RenderableType:
     table.add_row("MFU", of_ceiling)
     table.add_row("", Text(f"= {results['mfu_formula']}", style="dim"))
     table.add_row("ceilings", f"{number(ceiling['matmul_tflops'])} TFLOP/s, {number(ceiling['copy_gb_per_s'])} GB/s ({ceiling['what']})")
-    compiled = "compiled" if results["compiled"] else "not compiled"
+    compiled = ("compiled" if results["compiled"] else "not compiled") + (", replayed as CUDA graphs" if results["replayed"] else "")
     table.add_row("runs", f"experts: {results['experts']}, attention: {results['attention']}, {compiled}")
     padding = results["padding"]
     rows, rectangle = padding["expert_rows"], padding["rectangle"]

@@ -57,7 +57,8 @@ def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: fl
         seconds = model_flops(small.model, letters, load) * min(batches, 2) / (tflops * 1e12 * share)
         seconds += sum(parameters(small.model, letters)) * (1e-11 if device.type == "cuda" else 1e-7)
         gib = memory.by_category(small, letters, load)
-        peak = gib["peak"] + beside * (gib["weights"] + gib["optimizer"])
+        twice = gib["activations"] if device.type == "cuda" else 0.0  # marked steps run beside the memory of replayed ones
+        peak = gib["peak"] + twice + beside * (gib["weights"] + gib["optimizer"])
         return seconds * (steps + WARMUP[device.type] + 3) > SECONDS or peak > 0.9 * _available_gib(device)
 
     small = shrunk()
@@ -107,24 +108,30 @@ def _whole_step(small: Recipe, recipe: Recipe, steps: Steps, parts: dict, vocabu
     return result
 
 
-def _memory(subject: Subject, load: Load, shards, device: torch.device) -> dict:
-    """GiB by category, predicted and (under `measured`) counted; `measured_peak` where the device has an allocator."""
-    found: dict = memory.by_category(subject.recipe, shards.alphabet.size, load)
-    counted = footprint.by_category(subject, shards, device)
-    found |= {"measured": counted, "measured_peak": counted["peak"] if device.type == "cuda" else None}
+def _memory(recipe: Recipe, vocabulary: int, load: Load, counted: dict, device: torch.device) -> dict:
+    """GiB by category, predicted and (under `measured`) counted; `measured_peak`, of the training steps, where the device has
+    an allocator."""
+    found: dict = memory.by_category(recipe, vocabulary, load)
+    peak = torch.cuda.max_memory_allocated(device) / memory.GIB if device.type == "cuda" else None
+    found |= {"measured": {**counted, "peak": peak or counted["peak"]}, "measured_peak": peak}
     found["label"] = "GiB by category in closed form, of what was measured"
     return found
 
 
-def _measured(recipe: Recipe, subject: Subject, shards, device: torch.device, steps: int, ceiling: dict, trace: str | None) -> dict:
+def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: int, ceiling: dict, trace: str | None) -> dict:
     """The measured half of a profile."""
-    vocabulary, full = shards.alphabet.size, expected_load(recipe, shards)
+    vocabulary, full, subject = shards.alphabet.size, expected_load(recipe, shards), built.subject
     small = subject.recipe
-    undisturbed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps, SECONDS)
-    memory_gib = _memory(subject, undisturbed.load, shards, device)
+    counted, counts_LE = footprint.by_category(subject, shards, device)
+    half = -(-steps // 2)  # the other half comes last, so that the spread has what drifts over the run
+    undisturbed = measure.whole_steps(subject, shards, device, WARMUP[device.type], half, SECONDS / 2, built.take)
+    memory_gib = _memory(small, vocabulary, undisturbed.load, counted, device)
     parts = measure.parts(subject, shards, device, 3 if device.type == "cuda" else 1)
     measure.achieved(parts, small, vocabulary, undisturbed.load, ceiling)
-    traced = traced_step(subject, shards, device, undisturbed.middle, trace)
+    traced = traced_step(subject, shards, device, undisturbed.middle, trace, built.take)
+    if steps > half:
+        again = measure.whole_steps(subject, shards, device, 1, steps - half, SECONDS / 2, built.take)
+        undisturbed = undisturbed.and_later(again)
     whole = _whole_step(small, recipe, undisturbed, parts, vocabulary, full)
     low, high = (edge / undisturbed.middle for edge in undisturbed.bounds)
     step_s, batches = whole["step_s"], whole["batches_per_step"]
@@ -154,10 +161,11 @@ def _measured(recipe: Recipe, subject: Subject, shards, device: torch.device, st
         "experts": small.backend.experts,
         "attention": small.backend.attention,
         "compiled": bool(small.backend.compile),
+        "replayed": small.backend.graphs is True,
         "memory": memory_gib,
         "padding": {
             "tail": 1 - undisturbed.load.real / undisturbed.load.tokens,
-            "expert_rows": measure.padding_rows(undisturbed.counts_LE, recipe.precision.kind) if recipe.model.moe else 0.0,
+            "expert_rows": measure.padding_rows(counts_LE, recipe.precision.kind) if recipe.model.moe else 0.0,
             "rectangle": undisturbed.rectangle,
             "label": "shares: dummy tail of the slots; rows that alignment adds to the experts'; padding if a batch were a rectangle",
         },
@@ -239,7 +247,7 @@ def profile(
     built = contestant(small)
     if device.type == "cuda" and kind in predict.LOW and not recipe.precision.emulate:
         ceiling["low_matmul_tflops"] = ceilings.eight_bits(device)
-    results |= _measured(recipe, built.subject, shards, device, steps, ceiling, trace)
+    results |= _measured(recipe, built, shards, device, steps, ceiling, trace)
     results["predicted"] = predictions(recipe, shards, here.device)
     for chip in results["predicted"].values():
         if chip["this_machine"]:
@@ -258,24 +266,27 @@ def profile(
             runs = [found["baseline"][f"{one.name} packed {asked.routings[0]}"] for one in ours]
             results["experts_compared"] = {one.subject.recipe.backend.experts: run for one, run in zip(ours, runs, strict=True)}
     elif names:
-        results |= compare_experts(recipe, build, shards, device, steps, ceiling, names)
+        del built
+        results |= compare_experts(recipe, contestant, shards, device, steps, ceiling, names)
     if names:
         runs = results["experts_compared"]
         results["ratios"] |= {f"experts {name}": run["step_s"] / runs[results["experts"]]["step_s"] for name, run in runs.items()}
     return results
 
 
-def compare_experts(recipe: Recipe, build: Build, shards, device: torch.device, steps: int, ceiling: dict, names: list[str]) -> dict:
+def compare_experts(
+    recipe: Recipe, contestant: Callable[[Recipe], Ours], shards, device: torch.device, steps: int, ceiling: dict, names: list[str]
+) -> dict:
     """Step times of each implementation: the same initial weights and batches, one after the other."""
     compared = {}
     for name in names:
         variant = reduced(with_values(recipe, "backend", experts=name), shards, device, steps, ceiling["matmul_tflops"])
-        subject = build(variant, device)
-        timed = measure.whole_steps(subject, shards, device, WARMUP[device.type], steps, SECONDS)
+        ours = contestant(variant)
+        timed = measure.whole_steps(ours.subject, shards, device, WARMUP[device.type], steps, SECONDS, ours.take)
         low, high = timed.bounds
-        real = timed.load.real * (subject.recipe.training.tokens_per_step // subject.recipe.data.tokens_per_batch)
+        real = timed.load.real * (variant.training.tokens_per_step // variant.data.tokens_per_batch)
         compared[name] = {"step_s": timed.middle, "step_s_low": low, "step_s_high": high, "tokens_per_s": real / timed.middle}
-        del subject
+        del ours
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return {"experts_compared": compared}

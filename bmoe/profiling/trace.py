@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from bmoe.profiling.measure import Subject, loader, synchronise, training_step
+from bmoe.profiling.measure import Subject, Take, loader, synchronise, training_step
 
 SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 READING = "aten::_local_scalar_dense"  # the host reads a number from a tensor; on a GPU it waits for it
@@ -67,8 +67,11 @@ def idle(kernels: list[tuple[str, float, float]], step_s: float) -> dict:
     }
 
 
-def traced(subject: Subject, shards, device: torch.device, step_s: float, trace: str | Path | None = None) -> dict:
-    """One step under the profiler; `step_s`: what an undisturbed one takes. Writes the Chrome trace to `trace`.
+def traced(
+    subject: Subject, shards, device: torch.device, step_s: float, trace: str | Path | None = None, take: Take | None = None
+) -> dict:
+    """One step under the profiler; `step_s`: what an undisturbed one takes. Writes the Chrome trace to `trace`. `take`: the
+    step as training takes it; None: `training_step`.
 
     Always: operators, the ten with the most time of their own; host_reads_per_step. On CUDA besides: kernels_per_step,
     kernels by kind with seconds and calls, syncs_per_step, and `idle`.
@@ -82,7 +85,7 @@ def traced(subject: Subject, shards, device: torch.device, step_s: float, trace:
         synchronise(device)
         with torch.profiler.profile(activities=activities) as profiler:
             with torch.profiler.record_function(STEP):
-                training_step(subject, batches, device)
+                take(batches) if take else training_step(subject, batches, device)
             synchronise(device)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))

@@ -79,7 +79,7 @@ def _key_numbers(results: dict) -> list[tuple[str, str]]:
 def _bottleneck(results: dict) -> str:
     worst, measured = results["bottleneck"], results["measured"]
     text = f"{worst['part'].capitalize()}, {_percent(worst['share'])} of a step. The recipe key {worst['key']} moves it: {worst['why']}."
-    compiled = "compiled" if results["compiled"] else "not compiled"
+    compiled = ("compiled" if results["compiled"] else "not compiled") + (", replayed as CUDA graphs" if results["replayed"] else "")
     where = (
         f"{measured['layers']} of {measured['of_layers']} layers, {measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,}"
     )
