@@ -34,10 +34,13 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from bmoe import recipe as recipes
 from bmoe.data.shards import Shards
 from bmoe.evaluation.statistics import bootstrap, spearman
+from bmoe.jobs import evaluate as job
+from bmoe.jobs.evaluate import Wanted
 from bmoe.model import counts
 from bmoe.training.metrics import MetricsLog, finite
 
@@ -82,7 +85,11 @@ def main() -> None:
     parser.add_argument("--mutations")
     parser.add_argument("--wildtype")
     parser.add_argument("--column")
+    parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)  # a process of the evaluation
     arguments = parser.parse_args()
+    if arguments.judge:
+        judge(arguments.judge, arguments)
+        return
     arguments.out.mkdir(parents=True, exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": arguments.threads, "TORCHINDUCTOR_COMPILE_THREADS": arguments.threads, "NO_COLOR": "1"}
     started = time.monotonic()
@@ -185,24 +192,21 @@ def start(command: list[str], log: Path) -> subprocess.Popen:
 
 
 def evaluate(runs: list[Contestant], arguments: argparse.Namespace, seconds: dict[str, float]) -> None:
-    """`bmoe eval` of every run at once, and of all of them together for the pairs; writes the table whenever one is done."""
+    """Judge every run in a process of its own, and all of them together for the pairs; writes the table whenever one is done.
+
+    Runs from another seed that were stopped early are left out.
+    """
     began = time.monotonic()
     trained = [run for run in runs if (arguments.out / run.label / "checkpoints").is_dir()]
+    trained = [run for run in trained if not run.seed or progress(arguments.out / run.label) >= run.steps]
+    waiting = [run for run in trained if not judged(arguments.out / run.label)]
     processes: dict[str, subprocess.Popen] = {}
-    files = {"--structures": arguments.structures, "--probe": arguments.probe, "--mutations": arguments.mutations}
-    files |= {"--wildtype": arguments.wildtype, "--column": arguments.column}
-    common = ["--device", arguments.device]
-    if len(trained) > 1 and not all(judged(arguments.out / run.label) for run in trained):
+    if len(trained) > 1 and waiting:
         together = [str(arguments.out / run.label) for run in trained]
-        command = [*BMOE, "eval", *together, *common, "--json", str(arguments.out / "pairs.json")]
+        command = [*BMOE, "eval", *together, "--device", arguments.device, "--json", str(arguments.out / "pairs.json")]
         processes["pairs"] = start(command, arguments.out / "pairs.log")
-    for run in trained:
-        folder = arguments.out / run.label
-        if judged(folder):
-            continue
-        command = [*BMOE, "eval", str(folder), *common, "--pseudo", "--json", str(folder / "eval.json")]
-        command += [part for flag, value in files.items() if value for part in (flag, value)]
-        command += ["--scores", str(folder / "scores.csv")] if arguments.mutations else []
+    for run in waiting:
+        command = [sys.executable, __file__, *sys.argv[1:], "--judge", str(arguments.out / run.label)]
         processes[run.label] = start(command, arguments.out / f"{run.label}.eval.log")
     running = set(processes)
     while running and time.monotonic() - began < arguments.eval_seconds:
@@ -219,10 +223,26 @@ def evaluate(runs: list[Contestant], arguments: argparse.Namespace, seconds: dic
     write(arguments.out, runs, seconds)
 
 
+def judge(folder: Path, arguments: argparse.Namespace) -> None:
+    """What `bmoe eval` finds of one run, a part at a time; FOLDER/eval.json has the parts that are done."""
+    scan = {"mutations": arguments.mutations, "wildtype": arguments.wildtype, "column": arguments.column}
+    parts = [Wanted(pseudo=True)]
+    parts += [Wanted(**scan, scores=str(folder / "scores.csv"))] if arguments.mutations else []
+    parts += [Wanted(structures=arguments.structures)] if arguments.structures else []
+    parts += [Wanted(probe=arguments.probe)] if arguments.probe else []
+    found: dict = {}
+    for number, part in enumerate(parts, 1):
+        results, _ = job.evaluate([str(folder)], part, data=None, split="valid", device=torch.device(arguments.device))
+        found |= results[0]
+        partial = folder / "eval.partial"
+        partial.write_text(json.dumps(finite({"results": found, "whole": number == len(parts)}), allow_nan=False))
+        partial.replace(folder / "eval.json")
+
+
 def judged(folder: Path) -> bool:
-    """Whether a run was evaluated after its last training step."""
-    results = folder / "eval.json"
-    return results.is_file() and results.stat().st_mtime > (folder / "metrics.jsonl").stat().st_mtime
+    """Whether a run was evaluated whole after its last training step."""
+    file = folder / "eval.json"
+    return file.is_file() and json.loads(file.read_text())["whole"] and file.stat().st_mtime > (folder / "metrics.jsonl").stat().st_mtime
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,8 +269,10 @@ def row(out: Path, run: Contestant, moe: Contestant) -> dict:
         "training_flops_over_moe": run.flops * run.steps / (moe.flops * moe.steps),
         "loss": records[-1]["loss"] if records else None,
     }  # fmt: skip
+    results = together(out).get(run.label, {})
     if (folder / "eval.json").is_file():
-        results = json.loads((folder / "eval.json").read_text())["results"]
+        results = results | json.loads((folder / "eval.json").read_text())["results"]
+    if results:
         found |= {k: v for k, v in results.items() if k.startswith(("perplexity", "baseline", "ratio", "bigram"))}
         found |= {"valid_sequences": results.get("sequences"), "targets": results.get("targets"), "pseudo": results.get("pseudo")}
         if scan := results.get("mutations"):
@@ -262,21 +284,24 @@ def row(out: Path, run: Contestant, moe: Contestant) -> dict:
     return found
 
 
+def together(out: Path) -> dict[str, dict]:
+    """Run -> its results in pairs.json, as far as that is there."""
+    file = out / "pairs.json"
+    return {Path(r["run"]).name: r for r in json.loads(file.read_text())["results"]["runs"]} if file.is_file() else {}
+
+
 def pairs(out: Path, runs: list[Contestant]) -> list[dict]:
     """Every run against moe: ratio of perplexities on the same targets, difference of the mutations' Spearman on the same
     variants, difference of long-range P@L on the same chains, each with a paired 95 % bootstrap interval (sequences,
     variants, families)."""
-    compared = {}
-    if (out / "pairs.json").is_file():
-        results = json.loads((out / "pairs.json").read_text())["results"]
-        against = [(r["run"], r["compared"]) for r in results.get("runs", []) if r.get("compared")]
-        compared = {Path(name).name: entry["schemes"] for name, entry in against if Path(entry["to"]).name == runs[0].label}
+    against = {label: results["compared"] for label, results in together(out).items() if results.get("compared")}
+    compared = {label: entry["schemes"] for label, entry in against.items() if Path(entry["to"]).name == runs[0].label}
     first = out / runs[0].label
     found = []
     for run in runs[1:]:
         folder = out / run.label
         entry = {"run": run.label, "to": runs[0].label, "perplexity": compared.get(run.label, {})}
-        if (folder / "eval.json").is_file() and (first / "eval.json").is_file():  # written last
+        if all((f / "eval.json").is_file() and judged(f) for f in (folder, first)):
             entry |= differences(folder, first)
         found.append(entry)
     return found
