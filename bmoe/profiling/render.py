@@ -232,4 +232,4 @@ def comparison(results: dict) -> RenderableType:
     ranks = results["scaling"]
     if ranks["a"] != ranks["b"]:
         head.append(f"\n{ranks['a']} -> {ranks['b']} ranks: {ranks['efficiency']:.1%} of the tokens/s a rank")
-    return Group(head, notes(*differing), Text(), table)
+    return Group(head, notes(*differing), *([Text(), table] if results["parts"] else []))

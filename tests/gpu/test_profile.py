@@ -58,3 +58,28 @@ def test_emulated_mxfp8_costs_at_most_twice_bf16():
     emulated = run(recipe(precision={"kind": "mxfp8", "emulate": True}), steps=8)["step_s"]
     print(f"step: bf16 {bf16 * 1e3:.1f} ms, emulated mxfp8 {emulated * 1e3:.1f} ms")
     assert emulated < 2 * bf16
+
+
+def test_beside_hugging_face():
+    """Every baseline and form runs, compiled ones with both routings from one program, and each has a peak of its own."""
+    pytest.importorskip("transformers")
+    from bmoe.jobs.profile import build
+    from bmoe.jobs.stepping import step_of
+    from bmoe.parallel.world import World
+
+    model = {"kind": "decoder", "layers": 4, "width": 512, "heads": 8, "moe": {"experts": 8, "top_k": 2, "expert_width": 768}}
+    small = recipe(
+        model=model, objective={"kind": "clm"}, data={"path": "/nonexistent", "max_length": 1024, "tokens_per_batch": 8192},
+        training={"tokens_per_step": 8192},
+    )  # fmt: skip
+    device = torch.device("cuda", 0)
+    stepping = {"stepping": lambda subject: step_of(subject, World(device))}
+    found = profile(small, build, device=device, baseline="hf", routing="natural,balanced", steps=4, **stepping)
+    json.dumps(found, allow_nan=False)
+    assert len(found["ratios"]) == 3 * 3 * 2 and len(found["baseline"]) == 2 + 18
+    for name, row in found["baseline"].items():
+        print(name, {key: row[key] for key in ("step_s", "residues_per_s", "fill", "peak_memory_gib")})
+        assert row["residues_per_s"] > 0 and 0.1 < row["peak_memory_gib"] < 60
+    for routing in ("natural", "balanced"):
+        rates = {form: found["baseline"][f"hf-grouped-compiled {form} {routing}"]["residues_per_s"] for form in ("padded", "flattened")}
+        assert rates["flattened"] > rates["padded"]  # two thirds of the padded slots are padding
