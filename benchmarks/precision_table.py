@@ -4,7 +4,7 @@
 
 Every run is a `bmoe train` with the same batches of 65,536 slots, schedule and validation masks; bf16 runs with several
 seeds, whose spread is the noise, and every other run has the first of these seeds, so that its difference is to the run
-with the same initial weights, order and masks. All runs share one device at the same time: losses count, not speeds.
+with the same initial weights, order and masks. Several runs share one device at the same time: losses count, not speeds.
 A run that cannot start (a GPU without the format, a library too old) is reported with its reason. If the time limit ends the
 runs, the table is of the last step that all of them validated. Interrupted runs in --folder go on with --resume.
 """
@@ -12,12 +12,12 @@ runs, the table is of the last step that all of them validated. Interrupted runs
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,14 +70,23 @@ def start(run: Run, arguments: argparse.Namespace, data: Path, folder: Path, dea
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"})
 
 
-def wait(processes: dict[Run, subprocess.Popen], deadline: float) -> None:
-    """Wait for all; at the deadline they stop by themselves, and what has not 15 seconds later is ended."""
-    for process in processes.values():
-        try:
-            process.wait(max(1.0, deadline + 15 - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+def run_all(runs: list[Run], parallel: int, begin: Callable[[Run], subprocess.Popen], deadline: float) -> dict[Run, subprocess.Popen]:
+    """Keep `parallel` runs going. At the deadline they stop by themselves, and what has not 15 seconds later is ended."""
+    processes: dict[Run, subprocess.Popen] = {}
+    waiting = list(runs)
+    while waiting or any(process.poll() is None for process in processes.values()):
+        going = [process for process in processes.values() if process.poll() is None]
+        if waiting and len(going) < parallel and time.monotonic() < deadline:
+            run = waiting.pop(0)
+            processes[run] = begin(run)
+            continue
+        if time.monotonic() > deadline + 15:
+            for process in going:
+                process.kill()
+                process.wait()
+            break
+        time.sleep(0.2)
+    return processes
 
 
 def outcome(run: Run, process: subprocess.Popen, folder: Path) -> dict:
@@ -154,6 +163,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-batch", type=int, help="default: the whole step")
     parser.add_argument("--validation-tokens", type=int, default=524288)
     parser.add_argument("--valid-fraction", type=float, default=0.03)
+    parser.add_argument("--parallel", type=int, default=3, help="runs at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--device", help="cpu or cuda; default as bmoe train")
     parser.add_argument("--set", action="append", default=[], help="more overrides of the recipe")
@@ -166,12 +176,12 @@ def main() -> None:
         folder = Path(arguments.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         prepare(arguments.fasta, folder / "data", arguments.valid_fraction)
-        runs = [Run("bf16", seed) for seed in range(arguments.seeds)]
-        runs += [Run(kind, 0) for kind in arguments.precisions.split(",") if kind]
-        processes = {run: start(run, arguments, folder / "data", folder, deadline) for run in runs}
-        wait(processes, deadline)
+        kinds = [kind for kind in arguments.precisions.split(",") if kind]
+        runs = [Run("bf16", 0), *(Run(kind, 0) for kind in kinds), *(Run("bf16", seed) for seed in range(1, arguments.seeds))]
+        processes = run_all(runs, arguments.parallel, lambda run: start(run, arguments, folder / "data", folder, deadline), deadline)
         outcomes = [outcome(run, process, folder) for run, process in processes.items()]
     summary = table(outcomes)
+    outcomes += [{**run._asdict(), "validations": {}, "problem": "the time limit came first"} for run in runs if run not in processes]
     sys.stdout.write(text(summary, outcomes))
     if arguments.json:
         facts = {"recipe": arguments.recipe, "steps": arguments.steps, "tokens_per_step": arguments.tokens_per_step}

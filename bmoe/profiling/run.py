@@ -5,6 +5,7 @@ fewer layers and tokens are measured and the rest is scaled up, labelled. A prec
 conditions, numerics by emulation, and a prediction for named chips.
 """
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -233,6 +234,7 @@ def profile(
     names = implementations(recipe, device, not conditions.unmet("fp8_current", here, recipe.model)) if experts == "all" else []
     forced = Forced(device) if asked and "balanced" in asked.routings else None
     small = reduced(recipe, shards, device, steps, tflops)
+    release(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -267,11 +269,19 @@ def profile(
             results["experts_compared"] = {one.subject.recipe.backend.experts: run for one, run in zip(ours, runs, strict=True)}
     elif names:
         del built
+        release(device)
         results |= compare_experts(recipe, contestant, shards, device, steps, ceiling, names)
     if names:
         runs = results["experts_compared"]
         results["ratios"] |= {f"experts {name}": run["step_s"] / runs[results["experts"]]["step_s"] for name, run in runs.items()}
     return results
+
+
+def release(device: torch.device) -> None:
+    """Give memory of dropped models back: compiled modules are part of cycles, which only the collector takes apart."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def compare_experts(
@@ -287,6 +297,5 @@ def compare_experts(
         real = timed.load.real * (variant.training.tokens_per_step // variant.data.tokens_per_batch)
         compared[name] = {"step_s": timed.middle, "step_s_low": low, "step_s_high": high, "tokens_per_s": real / timed.middle}
         del ours
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(device)
     return {"experts_compared": compared}
