@@ -4,7 +4,6 @@ A worker builds a `Batch` and keeps it; its `Summary`, a few bytes per sequence,
 before (duplicates, places in the shards) and answers which sequences are stored where.
 """
 
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -340,7 +339,10 @@ def _find_runs(lower, start, end, runs, counts):
 
 
 def _text(name: bytes) -> str:
-    return re.sub(r"[\x00-\x1f\x7f]", "?", name[:200].decode("utf-8", "replace"))
+    return name[:200].translate(_SHOWN).decode("utf-8", "replace")
+
+
+_SHOWN = bytes(ord("?") if byte < 32 or byte == 127 else byte for byte in range(256))
 
 
 def duplicate_notes(batch: Batch, rows: np.ndarray) -> list[Note]:

@@ -23,7 +23,7 @@ from bmoe.errors import RunError
 SHARD_TOKENS = 1 << 30  # a shard takes no further sequence once it has so many tokens
 LOG = "prepare.log"
 SCRATCH = ".prepare"  # folder of what only the preparation needs
-IDENTIFIER = np.dtype([("hash", "<u8"), ("source", "<u4"), ("line", "<u8")])
+PLACE = np.dtype([("source", "<u4"), ("line", "<u8")])  # of an identifier
 
 
 @dataclass
@@ -175,10 +175,10 @@ class Ledger:
     def identifiers(self, summary: Summary, source: int, first_line: int) -> None:
         """Remember the identifiers of a batch, to find those that stand twice."""
         known = np.flatnonzero(summary.identifier_hash)
-        rows = np.empty(known.size, IDENTIFIER)
-        rows["hash"], rows["source"] = summary.identifier_hash[known], source
-        rows["line"] = summary.identifier_line[known] + first_line
-        self._append(f"{SCRATCH}/identifiers", rows)
+        places = np.empty(known.size, PLACE)
+        places["source"], places["line"] = source, summary.identifier_line[known] + first_line
+        self._append(f"{SCRATCH}/identifiers", summary.identifier_hash[known])
+        self._append(f"{SCRATCH}/places", places)
 
     def log(self, source: str, first_line: int, notes: list[Note]) -> None:
         """Write notes as `file:line:id<TAB>reason<TAB>detail`; of each reason the first NOTES."""

@@ -8,12 +8,14 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from bmoe.data import bpe, digests, finish, formats, inputs, repeats, tasks
 from bmoe.data.alphabet import TOKENIZER_FILE, alphabet, dna, is_bpe
 from bmoe.data.batch import Builder
 from bmoe.data.bulk import PARTIAL
 from bmoe.data.clusters import Clusters
-from bmoe.data.ledger import IDENTIFIER, SCRATCH, Ledger
+from bmoe.data.ledger import PLACE, SCRATCH, Ledger
 from bmoe.data.options import PrepareOptions
 from bmoe.data.summary import NOTES, Note, Refused, Summary
 from bmoe.data.tasks import Plan, Task
@@ -48,7 +50,7 @@ class Run:
         self.next = 0  # where the next task of this source begins
         self.disk = 0  # bytes read of the file of a stream
         self.source_records = self.source_text = self.text = 0
-        self.places: deque[tuple[str, int, list[Note], dict[str, int]]] = deque()  # of batches that are not known to be written
+        self.places: deque[tuple[str, int, list[Note]]] = deque()  # of batches that are not known to be written
 
     def run(self, resume: bool) -> dict:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,7 @@ class Run:
         masked = options.dna and options.soft_mask and self.letters.tokenizer is None
         self.ledger = Ledger(self.out, options, options.clusters is not None, masked, self.part is not None)
         self.item = self.letters.dtype().itemsize
-        hashed, self.growing = digests.Inputs(self.plan), digests.Growing(self.out, self.letters.dtype)
+        hashed, written = digests.Inputs(self.plan), {}
         try:
             if state is None:
                 self._save("read")
@@ -125,14 +127,14 @@ class Run:
                 self.ledger.restore_totals(state)
                 self.text = state["place"][-1]
             if state["phase"] == "read":
-                self._read(clusters)
+                written = self._read(clusters)
                 self._close()
             manifest = finish.manifest(
                 self.out,
                 self.ledger,
                 self._request(),
                 self.letters,
-                self.growing.stop(),
+                written,
                 hashed.result(),
                 self.plan,
                 self.workers,
@@ -140,13 +142,13 @@ class Run:
             )
         finally:
             hashed.stop()
-            self.growing.stop()
             self.ledger.close()
         shutil.rmtree(self.scratch)
         seconds = time.monotonic() - self.begun
         return manifest | {"directory": str(self.out), "already_prepared": False, "seconds": seconds, "mb_per_s": self.text / 1e6 / seconds}
 
-    def _read(self, clusters: Clusters | None) -> None:
+    def _read(self, clusters: Clusters | None) -> dict[str, digests.Digest]:
+        """Read, parse and write everything. Returns digests of files written from their beginning."""
         builder = Builder(self.options, self.letters, dna() if self.letters.tokenizer else self.letters, clusters)
         workers = Workers(self.out, self.plan, builder, self.workers)
         try:
@@ -160,7 +162,8 @@ class Run:
                     self._batch(task, event, workers)
             self._log(workers.written(wait=True))
         finally:
-            workers.close()
+            written = workers.close()
+        return written
 
     def _limited(self, tasks):
         for task in tasks:
@@ -183,7 +186,7 @@ class Run:
         plan = self.ledger.decide(summary)
         workers.apply(plan)
         self.ledger.identifiers(summary, task.source, self.line)
-        self.places.append((self._name(task.source), self.line, summary.notes, self.ledger.bulk_sizes(self.item)))
+        self.places.append((self._name(task.source), self.line, summary.notes))
         self._log(workers.written())
         self.line += summary.lines
         self.text += max(summary.end - self.offset, 0)
@@ -195,9 +198,8 @@ class Run:
 
     def _log(self, written: list[list[Note]]) -> None:
         for duplicates in written:
-            name, line, notes, sizes = self.places.popleft()
+            name, line, notes = self.places.popleft()
             self.ledger.log(name, line, notes + duplicates)
-            self.growing.upto(sizes, PARTIAL)
 
     def _end_of(self, task: Task, workers: Workers) -> None:
         if task.source == self.source:
@@ -238,11 +240,11 @@ class Run:
         ledger.seen = None  # the hashes are no longer needed: their memory is
         ledger.close_shards()
         ledger.flush()
-        count, rows = repeats.repeated(self.scratch / "identifiers", IDENTIFIER, NOTES)
+        count, rows = repeats.repeated(self.scratch / "identifiers", NOTES)
         if count:
             ledger.totals.letters["duplicate_identifiers"] = count
-            for row in rows:
-                ledger.log(self._name(int(row["source"])), int(row["line"]), [Note(0, "", "duplicate_identifier")])
+            for place in np.memmap(self.scratch / "places", PLACE, "r")[rows]:
+                ledger.log(self._name(int(place["source"])), int(place["line"]), [Note(0, "", "duplicate_identifier")])
         ledger.totals.letters["sequences_with_duplicates"] = repeats.distinct(self.scratch / "duplicates")
         ledger.end_log()
         self._save("finish")

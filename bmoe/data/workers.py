@@ -14,6 +14,7 @@ from bmoe.data.ahead import ahead
 from bmoe.data.batch import Batch, Builder, Carry, duplicate_notes
 from bmoe.data.blocks import Piece
 from bmoe.data.bulk import Bulk, Plan
+from bmoe.data.digests import Digest
 from bmoe.data.summary import Note, Refused, Summary
 from bmoe.data.tasks import Plan as Tasks
 from bmoe.data.tasks import Task
@@ -83,8 +84,9 @@ class Workers:
             notes.append(self._writing.popleft()[1])
         return notes
 
-    def close(self) -> None:
-        """End the threads, close the files."""
+    def close(self) -> dict[str, Digest]:
+        """End the threads, close the files. Returns the digests of files that were written from their beginning, by name."""
         for threads in (self._parsers, self._writer):
             threads.shutdown(cancel_futures=True)
         self._bulk.close()
+        return self._bulk.digests
