@@ -83,7 +83,7 @@ def make_recipe(
                 "moe": {"experts": experts, "top_k": 2, "expert_width": expert_width},
             },
             "precision": {"kind": kind},
-            "backend": {"experts": implementation},
+            "backend": {"experts": implementation, "graphs": False},
             "training": {"steps": 100, "tokens_per_step": slots * batches},
             "checkpoint": {"async": True},
         }
