@@ -22,8 +22,9 @@ from bmoe.data.loader import TrainingLoader
 from bmoe.data.packing import Batch
 from bmoe.data.sampler import Position
 from bmoe.precision.conditions import ROW_MULTIPLE
+from bmoe.profiling.predict import optimizer_work
 from bmoe.profiling.timeline import Mark, Timeline, attached, between, mark
-from bmoe.profiling.work import Load, batch_parts
+from bmoe.profiling.work import Load, Part, Work, batch_parts
 from bmoe.recipe import Recipe
 
 
@@ -203,9 +204,11 @@ def achieved(found: dict[str, dict], recipe: Recipe, vocabulary: int, load: Load
     (arithmetic or memory); `ceiling_share`, the time the part would take at that ceiling over the time it takes.
     """
     works = batch_parts(recipe.model, vocabulary, load, 4 if recipe.precision.kind == "fp32" else 2)
-    groups = {"experts": ("dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")}
+    works["optimizer"] = Part(optimizer_work(recipe, vocabulary, 1), Work())
+    inside = ("dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")
     for name, entry in found.items():
-        members = [works[n] for n in groups.get(name, (name,)) if n in works]
+        names = inside if name == "experts" else () if name in inside and "experts" in found else (name,)
+        members = [works[n] for n in names if n in works]
         flops = sum(p.forward.flops + p.backward.flops for p in members)
         moved = sum(p.forward.bytes + p.backward.bytes for p in members)
         seconds = entry["seconds"]
