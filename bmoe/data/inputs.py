@@ -7,6 +7,7 @@ import glob
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,29 +99,42 @@ def _source(name: str) -> Source:
     return Source(name, kind or "plain", size)
 
 
-class Plain:
+class _File:
+    """A file that is open from the first reading on, for any number of threads: there may be more inputs than a process may open."""
+
+    def __init__(self, name: str):
+        self._name, self._lock, self._file = name, threading.Lock(), None
+
+    def read(self, offset: int, count: int) -> bytes:
+        with self._lock:
+            if self._file is None:
+                self._file = open(self._name, "rb", buffering=0)
+        return os.pread(self._file.fileno(), count, offset)
+
+    def close(self) -> None:
+        """Close it; no thread may be reading."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Plain(_File):
     """A plain file, read at any place."""
 
     def __init__(self, name: str):
-        self._file = open(name, "rb", buffering=0)
-        self.size = os.fstat(self._file.fileno()).st_size
-
-    def read(self, offset: int, count: int) -> bytes:
-        return os.pread(self._file.fileno(), count, offset)
+        super().__init__(name)
+        self.size = os.stat(name).st_size
 
     def on_disk(self, begin: int, end: int) -> tuple[int, int]:
         """Where these bytes stand in the file."""
         return begin, end
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class Bgzf:
     """A bgzf file, read at any place of its decompressed bytes. RequestError for a corrupt block."""
 
     def __init__(self, name: str, index: np.ndarray | None = None):
-        self._name, self._file = name, open(name, "rb", buffering=0)
+        self._name, self._file = name, _File(name)
         self._begin, self._bytes, sizes = bgzf_index(name) if index is None else index
         self._first = np.cumsum(np.append(0, sizes))
         self.size = int(self._first[-1])
@@ -132,7 +146,7 @@ class Bgzf:
         a = int(np.searchsorted(self._first, offset, side="right")) - 1
         b = int(np.searchsorted(self._first, end, side="left"))
         start = int(self._begin[a])
-        raw = os.pread(self._file.fileno(), int(self._begin[b - 1] + self._bytes[b - 1]) - start, start)
+        raw = self._file.read(start, int(self._begin[b - 1] + self._bytes[b - 1]) - start)
         data = b"".join([self._block(raw, start, k) for k in range(a, b)])
         skip = offset - int(self._first[a])
         return data[skip : skip + end - offset]

@@ -64,7 +64,7 @@ def prepare(
     try:
         return _run(sources, out, options, workers, part, progress).run(resume)
     except OSError as error:
-        raise _disk(error, out) from error
+        raise _disk(error, out, sources) from error
 
 
 def _run(*request) -> "Run":
@@ -73,7 +73,9 @@ def _run(*request) -> "Run":
     return Run(*request)
 
 
-def _disk(error: OSError, out: Path) -> Exception:
+def _disk(error: OSError, out: Path, sources: list[inputs.Source]) -> Exception:
+    if error.filename in {source.name for source in sources}:
+        return RequestError(f"the input {error.filename} cannot be read: {error.strerror}; leave it out of the inputs, or start again")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return RunError(f"the disk of {out} is full: free some space and go on with --resume")
     place = error.filename or out
@@ -113,7 +115,7 @@ def _dry_run(sources, out: Path, options: PrepareOptions, workers: int, progress
             size = sum(path.stat().st_size for path in (Path(folder) / "out").iterdir())
             done, total, start = run.done, run.plan.total, run.first - run.begun
     except OSError as error:
-        raise _disk(error, place) from error
+        raise _disk(error, place, sources) from error
     known = done > 0 and all(s.kind != "stdin" for s in sources)
     scale = max(total / done, 1.0) if known else None
     predicted = None

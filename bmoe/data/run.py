@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 from bmoe.data import bpe, digests, finish, formats, inputs, repeats, tasks
 from bmoe.data.alphabet import TOKENIZER_FILE, alphabet, dna, is_bpe
 from bmoe.data.batch import Builder
+from bmoe.data.blocks import Piece
 from bmoe.data.bulk import PARTIAL
 from bmoe.data.clusters import Clusters
 from bmoe.data.ledger import PLACE, SCRATCH, Ledger
@@ -109,8 +111,7 @@ class Run:
         clusters = Clusters.of_table(options.clusters) if options.clusters is not None else None
         if is_bpe(options.alphabet) and not (state and (self.out / TOKENIZER_FILE).exists()):
             whole = Plan(self.sources, self.options, None)  # every part learns the same
-            learn_from = (piece for task in whole.tasks(0, 0) for piece in whole.pieces(task))
-            bpe.learn(learn_from, int(options.alphabet.partition(":")[2]), self.out)
+            bpe.learn(_all_pieces(whole), int(options.alphabet.partition(":")[2]), self.out)
         self.letters = alphabet(options.alphabet, self.out)
         masked = options.dna and options.soft_mask and self.letters.tokenizer is None
         self.ledger = Ledger(self.out, options, options.clusters is not None, masked, self.part is not None)
@@ -163,6 +164,7 @@ class Run:
             self._log(workers.written(wait=True))
         finally:
             written = workers.close()
+            self.plan.close(before=len(self.sources))
         return written
 
     def _limited(self, tasks):
@@ -180,6 +182,7 @@ class Run:
     def _batch(self, task: Task, summary: Summary, workers: Workers) -> None:
         if task.source != self.source:
             self.source, self.line, self.source_records, self.source_text, self.offset = task.source, 1, 0, 0, task.begin
+            self.plan.close(before=task.source)
         self.disk = task.disk
         if not self.text:
             self.first = time.monotonic()
@@ -249,6 +252,13 @@ class Run:
         ledger.end_log()
         self._save("finish")
         ledger.close()
+
+
+def _all_pieces(plan: Plan) -> Iterator[Piece]:
+    for task in plan.tasks(0, 0):
+        plan.close(before=task.source)
+        yield from plan.pieces(task)
+    plan.close(before=len(plan.sources))
 
 
 def _nothing(ledger: Ledger, sources) -> str:

@@ -1,6 +1,7 @@
 """The work of a preparation in order: ranges of files that can be read at any place, and pieces of streams."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -43,7 +44,8 @@ class Plan:
         self._readers = [inputs.reader(s) if plain and s.random_access else None for s in sources]
         self.sizes = [r.size if r else s.size for r, s in zip(self._readers, sources, strict=True)]
         self.total = sum(s.size for s in sources)
-        self._before = [sum(s.size for s in sources[:k]) for k in range(len(sources))]
+        self._before = [0, *itertools.accumulate(s.size for s in sources)]
+        self._closed = 0
         self.digests: dict[int, dict] = {}  # of streams that were read to their end
         if part and any(s.kind == "stdin" for s in sources):
             raise RequestError("--part needs files: stdin cannot be divided among the machines of a job array")
@@ -95,6 +97,13 @@ class Plan:
     def pieces(self, task: Task) -> Iterator[Piece]:
         """The pieces of a task."""
         return pieces(task, self._readers[task.source])
+
+    def close(self, before: int) -> None:
+        """Close the files of sources before that one: their tasks are done."""
+        while self._closed < min(before, len(self._readers)):
+            if self._readers[self._closed] is not None:
+                self._readers[self._closed].close()
+            self._closed += 1
 
     def digest(self, source: int, stopped: Callable[[], bool]) -> dict | None:
         """Bytes and SHA-256 of what this part reads of a ranged source; its range if that is not all. None: nothing."""

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -260,3 +261,26 @@ def test_a_file_without_records_among_others_is_refused(tmp_path):
     (tmp_path / "b.fasta").write_bytes(b">b\nMKV\n")
     with pytest.raises(RequestError, match="a.fasta has no FASTA record"):
         prepare([str(tmp_path / "a.fasta"), str(tmp_path / "b.fasta")], tmp_path / "out")
+
+
+def test_more_files_than_a_process_may_open(tmp_path):
+    """A genome collection has thousands of files; a process may have 1,024 of them open."""
+    (tmp_path / "in").mkdir()
+    for k in range(200):
+        (tmp_path / f"in/{k:03d}.fasta").write_text(f">r{k}\nMKV{'ACDEFGHIKL'[k % 10] * (k // 10 + 1)}\n")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, limits[1]))
+    try:
+        result = prepare([str(tmp_path / "in")], tmp_path / "out", workers=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert result["records_kept"] == 200 and len(result["sources"]) == 200
+
+
+def test_an_input_that_vanishes_is_named(tmp_path, monkeypatch):
+    (tmp_path / "in.fasta").write_text(">a\nMKV\n")
+    found = find([str(tmp_path / "in.fasta")], "fasta")
+    (tmp_path / "in.fasta").unlink()
+    monkeypatch.setattr("bmoe.data.inputs.find", lambda *_: found)
+    with pytest.raises(RequestError, match="in.fasta cannot be read: No such file"):
+        prepare([str(tmp_path / "in.fasta")], tmp_path / "out")
