@@ -12,7 +12,9 @@ from bmoe.evaluation import mutations
 
 CPU = torch.device("cpu")
 WILD = "MKTAYIAKQRQISFVK"
-VARIANTS = [((0, "M", "A"),), ((0, "M", "C"),), ((15, "K", "W"),), ((2, "T", "S"), (9, "R", "E")), ((2, "T", "P"), (9, "R", "E"))]
+VARIANTS = [  # variants of the same sites are not neighbours
+    ((0, "M", "A"),), ((15, "K", "W"),), ((2, "T", "S"), (9, "R", "E")), ((0, "M", "C"),), ((9, "R", "E"), (2, "T", "P")),
+]  # fmt: skip
 
 
 def logits(model, tokens) -> torch.Tensor:
