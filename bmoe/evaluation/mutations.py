@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from Bio.Align import substitution_matrices
 from torch import nn
 
 from bmoe.data.alphabet import Alphabet
@@ -49,7 +50,8 @@ def evaluate(
     """Score the variants of `table` (CSV or TSV) against the first record of the FASTA `wildtype`.
 
     Returns spearman, spearman_low, spearman_high (95 % bootstrap over variants), n, auc of the first method, and under
-    `methods` the same for each, with what was read and dropped, and `points` (effect, score) for a plot. `methods`: of an
+    `methods` the same for each, under `blosum62` (proteins) that of BLOSUM62 as trivial baseline, with what was read and dropped, and
+    `points` (effect, score) for a plot. `methods`: of an
     encoder masked_marginal, wt_marginal (the default) and pll. `scores_file` gets a CSV of all scores. RequestError for tables
     that do not fit.
     """
@@ -71,14 +73,23 @@ def evaluate(
         _write(scores_file, variants, scores)
     results = {method: _agreement(values, variants) for method, values in scores.items()}
     main = results[methods[0]]
+    baseline = {"blosum62": _agreement(blosum(variants.sites), variants)} if letters.name == "protein" else {}
     return {
         "spearman": main["spearman"], "spearman_low": main["spearman_low"], "spearman_high": main["spearman_high"],
-        "n": len(variants.names), "auc": main["auc"], "method": methods[0], "methods": results,
+        "n": len(variants.names), "auc": main["auc"], "method": methods[0], "methods": results, **baseline,
         "wildtype": header.split(None, 1)[0] if header else "", "wildtype_length": int(ids.size), "column": variants.column,
         "positive": variants.positive_name, "offset": variants.offset, "dropped": variants.dropped,
         "multiple": sum(len(s) > 1 for s in variants.sites),
         "points": [[float(a), float(b)] for a, b in zip(variants.effect, scores[methods[0]], strict=True)],
     }  # fmt: skip
+
+
+def blosum(variants: list[Sites]) -> np.ndarray:
+    """How common the changes are in proteins at large: BLOSUM62 of old and new letters, summed over the sites, [n]. It sees neither
+    the protein nor the place."""
+    matrix = substitution_matrices.load("BLOSUM62")
+    rare = str.maketrans("UOJ", "CKL")
+    return np.array([sum(matrix[old.translate(rare)][new.translate(rare)] for _, old, new in sites) for sites in variants], float)
 
 
 def _check_letters(variants: Variants, letters: Alphabet, table: str | Path) -> None:

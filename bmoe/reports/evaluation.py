@@ -13,6 +13,7 @@ from bmoe.reports.page import details, grid, number, page, section, table, tiles
 from bmoe.reports.plots import Series, bar_chart, contact_map, interval_chart, line_plot, scatter
 from bmoe.reports.routing import routing_section
 
+BLOSUM = "BLOSUM62, without a model"
 RANGES = {"short": "short, 6–11", "medium": "medium, 12–23", "long": "long, 24 or more"}
 
 
@@ -93,14 +94,15 @@ def _mutations(found: dict, level: int) -> str:
     plot = scatter("Measured effect and score", x, y, found["column"], found["method"].replace("_", " "), shown)
     rows = [
         [name.replace("_", " "), with_interval(m["spearman"], m["spearman_low"], m["spearman_high"]), m["auc"]]
-        for name, m in found["methods"].items()
+        for name, m in {**found["methods"], **({BLOSUM: found["blosum62"]} if "blosum62" in found else {})}.items()
     ]  # fmt: skip
     dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in found["dropped"].items())
     shifted = f" Numbers in the table count {found['offset']} further than the wild type given." if found["offset"] else ""
     text = (
         f"The model scores each variant by how much less likely it finds it than the wild type, without having seen a measurement. "
         f"Spearman's correlation with the measured effect is 1 for a perfect ranking, 0 for none; the AUC tells {found['positive']} "
-        f"from the rest, 0.5 is chance.{shifted} {found['multiple']} variants have several mutations{dropped}."
+        "from the rest, 0.5 is chance. BLOSUM62 knows how common a change of letters is in proteins at large, and nothing of this "
+        f"protein.{shifted} {found['multiple']} variants have several mutations{dropped}."
     )
     return section("Mutations", table(["score", "Spearman (95 % interval)", "AUC"], rows), grid(plot), text=text, level=level)
 

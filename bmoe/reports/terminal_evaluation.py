@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bmoe.reports import comparison
-from bmoe.reports.evaluation import RANGES, named
+from bmoe.reports.evaluation import BLOSUM, RANGES, named
 from bmoe.reports.page import number, with_interval
 from bmoe.reports.perplexity import NAMES, bin_name
 
@@ -65,7 +65,7 @@ def _mutations(found: dict) -> Table:
     found = found["mutations"]
     rows = [
         [name.replace("_", " "), with_interval(m["spearman"], m["spearman_low"], m["spearman_high"]), m["auc"]]
-        for name, m in found["methods"].items()
+        for name, m in {**found["methods"], **({BLOSUM: found["blosum62"]} if "blosum62" in found else {})}.items()
     ]  # fmt: skip
     return _table(f"mutations, {number(found['n'])} variants against {found['column']}", ["score", "Spearman", "AUC"], rows)
 

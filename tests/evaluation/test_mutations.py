@@ -109,6 +109,12 @@ def test_long_wild_types_are_scored_in_a_window_around_the_sites(setting):
         assert score == pytest.approx((p[63, letters.symbols.index("A")] - p[63, letters.symbols.index("M")]).item(), rel=1e-4)
 
 
+def test_blosum_by_hand():
+    """Henikoff and Henikoff 1992: M to A -1, K to W -3, T to S 1, R to E 0, U as C to S -1."""
+    sites = [((0, "M", "A"),), ((15, "K", "W"),), ((2, "T", "S"), (9, "R", "E")), ((3, "U", "S"),)]
+    assert mutations.blosum(sites).tolist() == [-1, -3, 1, -1]
+
+
 def test_evaluate_reads_a_table_and_writes_scores(setting, tmp_path):
     model, recipe, letters = setting
     (tmp_path / "wt.fasta").write_text(f">wt beta\n{WILD[:8]}\n{WILD[8:]}\n")
@@ -127,6 +133,8 @@ def test_evaluate_reads_a_table_and_writes_scores(setting, tmp_path):
     table = np.array([row[1:] for row in rows[1:]], float)
     assert rows[0][:2] == ["mutant", "DMS_score"] and rows[0][2] == got["method"]
     assert got["spearman"] == pytest.approx(stats.spearmanr(table[:, 0], table[:, 1]).statistic, abs=1e-12)
+    changes = mutations.blosum([((int(m[1:-1]) - 1, m[0], m[-1]),) for m in singles])
+    assert got["blosum62"]["spearman"] == pytest.approx(stats.spearmanr(changes, table[:, 0]).statistic, abs=1e-12)
     with pytest.raises(RequestError, match="are scored by"):
         evaluate(methods=("guess",))
     (tmp_path / "scan.csv").write_text("mutant,y\nM1J,1\nK2A,2\n")

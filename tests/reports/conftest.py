@@ -92,6 +92,7 @@ def full_results(run: str = "runs/a", shift: float = 0.0) -> dict:
         "by_field": "OS", "by_group": [{"group": name, **g} for name, g in zip(("Homo sapiens", "all others"), groups, strict=True)],
         "mutations": {
             **spearman, "n": 300, "method": "masked_marginal", "methods": {"masked_marginal": spearman, "wt_marginal": spearman},
+            "blosum62": {**spearman, "auc": 0.61},
             "wildtype": "BLAT_ECOLX", "wildtype_length": 286, "column": "2500", "positive": "2500 above its median", "offset": 23,
             "dropped": {"no effect": 3}, "multiple": 2, "points": [[math.sin(i), math.cos(i * 1.3)] for i in range(300)],
         },

@@ -47,7 +47,15 @@ def test_one_model_with_everything(tmp_path, make_results):
     assert titles[0] == "Evaluation of a" and [t for t in titles if t in SECTIONS] == SECTIONS
     assert {"Measured effect and score", "1A8O_A:A, 66 residues", "Accuracy by layer, 3 states", "Expert and residue",
             "Experts of layer 4 by secondary structure", "Load of each expert"} <= set(titles)  # fmt: skip
-    for words in ("Homo sapiens", "0.3000 (0.2700 to 0.3300)", "17.90", "3 rows dropped: no effect", "count 23 further", "42 chains"):
+    for words in (
+        "Homo sapiens",
+        "BLOSUM62, without a model",
+        "0.3000 (0.2700 to 0.3300)",
+        "17.90",
+        "3 rows dropped: no effect",
+        "count 23 further",
+        "42 chains",
+    ):
         assert words in text
 
 
