@@ -23,7 +23,7 @@ from bmoe.recipe import Recipe
 from bmoe.training import setup
 
 WARMUP = {"cuda": 4, "cpu": 1}
-STEPS, LOOP_STEPS = 10, 2  # of hf-loop fewer, unless steps are asked for
+STEPS, LOOP_STEPS = 10, 3  # of hf-loop fewer, unless steps are asked for
 
 
 class Request(NamedTuple):
@@ -133,7 +133,7 @@ def profile(recipe: Recipe, request: Request, world: World) -> dict:
         "emulated": {}, "predicted": {}, "ratios": {}, **distributed.measured(ours, world, request.trace),
     }  # fmt: skip
     if asked:
-        loop = race.Counts(min(warmup, counts.steps), request.steps or LOOP_STEPS)
+        loop = race.Counts(warmup, request.steps or LOOP_STEPS)
         ours.counts = race.Counts(1, counts.steps)  # it is warm
         theirs = baseline.others(resolved, shards, asked, counts, loop, world, forced)
         lanes = race.race([ours], theirs, asked.routings, forced.switch if forced else lambda _: None, world)

@@ -27,7 +27,7 @@ from bmoe.recipe import Recipe
 
 SECONDS = 40.0  # for the measured steps; building and marked steps come on top
 WARMUP = {"cuda": 4, "cpu": 1}
-LOOP_STEPS = 2  # of the slowest baseline, unless steps are asked for
+LOOP_STEPS = 3  # of the slowest baseline, unless steps are asked for
 FORMULA = "3 x (2 x active matrix parameters x real tokens + attention as masked) / (step_s x peak), recomputation not counted"
 
 
@@ -202,10 +202,10 @@ def profile(
 
     `build(recipe, device)` makes the Subject (a resolved recipe's model and optimizer, compiled if it says so). `experts`:
     an implementation, or `all` to compare those that run here on the same weights and batches. `baseline`, `forms`,
-    `routing`: what `baseline.wanted` reads. `steps`: of each measurement; None: 10, and 2 of the slowest baseline. `stepping`
+    `routing`: what `baseline.wanted` reads. `steps`: of each measurement; None: 10, and 3 of the slowest baseline. `stepping`
     makes the training step that is compared with a baseline; None: the eager one.
     """
-    loop, steps = Counts(1, steps or LOOP_STEPS), steps or 10
+    loop, steps = Counts(WARMUP[device.type], steps or LOOP_STEPS), steps or 10
     if precision:
         recipe = with_values(recipe, "precision", kind=precision)
     if experts and experts != "all":

@@ -163,7 +163,7 @@ def test_what_is_asked_for():
     assert baseline.wanted(None, None, None, CPU) is None
     for flags, sentence in (
         (("jax", None, None), "--baseline jax: use hf for all, or one or more of hf-loop, hf-grouped, hf-grouped-compiled"),
-        (("hf", "ragged", None), "--forms ragged: use one or more of padded"),
+        (("hf", "ragged", None), "--forms ragged: use one or more of flattened"),
         (("hf", None, "skewed"), "--routing skewed"),
         ((None, "padded", None), "add --baseline hf"),
         (("hf-grouped-compiled", None, None), "on the CPU use hf-grouped"),
@@ -197,3 +197,19 @@ def test_ratios_are_rates_of_residues_and_ours_runs_first():
 def test_dense_recipes_have_no_such_baseline(recipe_of):
     with pytest.raises(RequestError, match="Mixture-of-Experts"):
         baseline.mixtral(recipe_of(model={"moe": None}), 33, "hf-loop", CPU)
+
+
+def test_compiled_layers_are_few_programs(recipe_of, monkeypatch):
+    """One for flattened batches and one, with sizes that vary, for all rectangles: compiling takes longest of a comparison."""
+    data, training = {"max_length": 1000, "tokens_per_batch": 2000}, {"tokens_per_step": 2000}  # no rectangle without padding
+    recipe = recipe_of(model={"kind": "decoder"}, objective={"kind": "clm"}, data=data, training=training)
+    programs, compile_ = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda layer: compile_(layer, backend=programs))
+    torch.compiler.reset()
+    counts = race.Counts(3, 2)
+    theirs = baseline.HuggingFace("hf-grouped-compiled", recipe, SyntheticShards(recipe), baseline.FORMS, counts, World(CPU), None)
+    compiled = []
+    for form in baseline.FORMS:
+        theirs.steps(form, first=True)
+        compiled.append(programs.frame_count)
+    assert compiled == [1, 2, 2]
