@@ -6,7 +6,7 @@ from bmoe.data.loader import build_sampler
 from bmoe.data.sampler import Position
 from bmoe.data.shards import MANIFEST, Shards
 from bmoe.precision import conditions
-from bmoe.profiling import chips, fit, memory, predict
+from bmoe.profiling import chips, fit, memory, predict, validation
 from bmoe.profiling.bottleneck import bottleneck
 from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load
@@ -54,6 +54,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
             "fits": fit.fits(sizes["peak"], chip),
             "speedup_over_bf16": bf16 / result["step_s"],
             "this_machine": chips.of_device(device_name) is chip,
+            "model_error": validation.known_error(),
             "bottleneck": bottleneck(_whole(result), result["batches_per_step"]),
         }
     return found

@@ -46,7 +46,7 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
     else:
         C = 2 * moe.expert_width if model.ffn == "swiglu" else moe.expert_width
         N, experts = load.real * moe.top_k, backend.experts
-        inside = _expert_rows(recipe.precision.kind, experts, N, D, C, moe.expert_width, b)
+        inside = _expert_rows(recipe.precision.kind, experts, N, D, C, moe.expert_width, b, compiled)
         shared = moe.shared_experts * moe.expert_width
         inside += _dense_rows(model.ffn, T, shared, b, compiled) if shared else 0
         fused = experts == "triton" and moe.groups is None  # the router that reads bf16
@@ -65,14 +65,17 @@ def _dense_rows(ffn: str, T: int, hidden: int, b: int, compiled: bool) -> float:
     return T * (C + hidden * (1 if compiled or ffn != "swiglu" else 2)) * b
 
 
-def _expert_rows(kind: str, experts: str, N: float, D: int, C: int, F: int, b: int) -> float:
+def _expert_rows(kind: str, experts: str, N: float, D: int, C: int, F: int, b: int, compiled: bool) -> float:
     """Bytes that one layer's routed rows keep: triton h alone; te its rows in and out, h, and the inputs of its products, in
-    8 bits where they are rounded; grouped and loop x, a, and in fp32 what the activation multiplies (h, and C more)."""
+    8 bits where they are rounded; compiled grouped x, h and a; eager x, a, and in fp32 what the activation multiplies (h, and
+    C more)."""
     if experts == "triton":
         return N * C * b
     if experts == "te":
         rounded = kind.startswith(("fp8", "mxfp8"))
         return N * (2 * D + C) * b + N * ((D + F) * 1.03 if rounded else F * b)
+    if experts == "grouped" and compiled:
+        return N * (D + C + F) * b
     return N * (D + F) * b + N * (2 * C) * 4
 
 

@@ -188,20 +188,28 @@ def baseline_table(results: dict) -> RenderableType:
 
 
 def _predicted(predicted: dict) -> RenderableType:
-    table = titled("Predicted", "chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "error here")
+    table = titled("Predicted", "chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "error")
     for name, chip in predicted.items():
-        error = f"{chip['error']:+.0%}" if "error" in chip else "-"
+        known = chip["model_error"]
+        error = f"{chip['error']:+.0%} here" if "error" in chip else f"{known['median']:.0%} on {known['on']}"
         table.add_row(
             name, str(chip["world"]), seconds(chip["step_s"]), number(chip["tokens_per_s"]), f"{chip['mfu']:.1%}",
             number(chip["memory"]["peak"]), "yes" if chip["fits"] else "no", f"{chip['speedup_over_bf16']:.2f} x", error,
         )  # fmt: skip
     first = next(iter(predicted.values()))
-    used = first["assumptions"]
-    fractions = ", ".join(f"{key} {used[key]:g}" for key in ("gemm", "grouped", "low_gemm", "attention_core", "memory"))
+    used, known = first["assumptions"], first["model_error"]
+    fractions = ", ".join(
+        f"{key} {used[key]:g}" for key in ("gemm", "grouped", "low_gemm", "attention_flash", "attention_varlen", "memory", "idle")
+    )
     label = f"{first['label']}: shares of published peaks {fractions}; {used['kernel_s'] * 1e6:g} us a kernel."
     return Group(
         table,
-        notes(label, f"Fitted to bf16 on an H200; guessed: {', '.join(used['guessed'])}. Untested on Blackwell: no Blackwell was at hand."),
+        notes(
+            label,
+            f"error: {known['points']} times measured on {known['on']} differ from this model by {known['median']:.0%} in the median, by "
+            f"{known['worst']:+.0%} at worst ({known['where']}).",
+            f"Guessed: {', '.join(used['guessed'])}. Untested on Blackwell: no Blackwell was at hand.",
+        ),
     )
 
 

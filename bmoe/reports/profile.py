@@ -196,20 +196,23 @@ def _baseline(results: dict) -> str:
 def _predicted(results: dict) -> str:
     rows = []
     for name, chip in results["predicted"].items():
-        error = f"{chip['error']:+.0%}" if "error" in chip else None
+        known = chip["model_error"]
+        error = f"{chip['error']:+.0%} here" if "error" in chip else f"{_percent(known['median'])} on {known['on']}"
         worst = f"{chip['bottleneck']['part']}, {_percent(chip['bottleneck']['share'])}"
         rows.append([
             name, chip["world"], seconds(chip["step_s"]), chip["tokens_per_s"], _percent(chip["mfu"], 1), chip["memory"]["peak"],
             chip["fits"], chip["speedup_over_bf16"], worst, error,
         ])  # fmt: skip
     first = next(iter(results["predicted"].values()))
-    used = first["assumptions"]
+    used, known = first["assumptions"], first["model_error"]
     assumed = "\n".join(
         f"{key}: {number(value)}{' (a guess)' if key in used['guessed'] else ''}" for key, value in used.items() if key != "guessed"
     )
-    head = ["chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "first bottleneck", "error here"]
+    head = ["chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "first bottleneck", "error"]
     text = (
         f"{first['label'].capitalize()}. Each part takes the longer of its arithmetic and its memory traffic at a share of the chip's "
-        "published peaks, plus its launches. Error here is this model against the step measured above."
+        f"published peaks, plus its launches. Error: here, against the step measured above; elsewhere what is known of the model: "
+        f"{known['points']} times measured on {known['on']} differ from it by {_percent(known['median'])} in the median, by "
+        f"{known['worst']:+.0%} at worst ({known['where']})."
     )
     return section("On other chips, predicted", table(head, rows), details(f"Assumptions, for {first['chip']}", assumed), text=text)

@@ -10,6 +10,7 @@ from bmoe.profiling import memory
 from bmoe.profiling.memory import GIB, by_category
 from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load
+from bmoe.recipe import Recipe
 
 
 def kept_bytes(model, batch) -> int:
@@ -105,3 +106,41 @@ def test_auto_counts_as_what_it_becomes_on_a_gpu(recipe_of):
     assert resolved(precision={"kind": "bf16"}, model={"ffn": "gelu"}) == ("grouped", "varlen", True)
     assert resolved(precision={"kind": "fp32"}) == ("grouped", "sdpa", True)
     assert resolved(precision={"kind": "bf16"}, backend={"experts": "loop", "compile": False}) == ("loop", "varlen", False)
+
+
+ESM2_MOE_8M = {"layers": 6, "width": 320, "heads": 20, "moe": {"experts": 8, "top_k": 2, "expert_width": 448}}
+SMALL_EXPERTS = {"experts": 64, "top_k": 8, "expert_width": 768}
+PROTEINS = Load(65536, 65257, 31_300_000.0, 9788)
+DECODERS = Load(16384, 16384, 16 * 1024.0**2, 16368)
+
+
+@pytest.mark.parametrize(
+    "model, precision, load, measured",
+    [
+        (ESM2_MOE_8M, {"kind": "bf16"}, PROTEINS, 4.187),
+        (ESM2_MOE_8M, {"kind": "fp8_current"}, PROTEINS, 6.123),
+        (ESM2_MOE_8M, {"kind": "mxfp8", "emulate": True}, PROTEINS, 5.588),
+        (ESM2_MOE_8M, {"kind": "fp8_block", "emulate": True}, PROTEINS, 5.598),
+        ({**ESM2_MOE_8M, "moe": None, "ffn_width": 896}, {"kind": "bf16"}, PROTEINS, 4.586),
+        ({**ESM2_MOE_8M, "moe": None, "ffn_width": 3584}, {"kind": "bf16"}, PROTEINS, 11.268),
+        ({"layers": 12, "width": 1024, "heads": 16, "moe": {"experts": 8, "expert_width": 2816}}, {"kind": "bf16"}, DECODERS, 18.40),
+        (
+            {"layers": 8, "width": 1280, "heads": 20, "moe": {"experts": 64, "top_k": 8, "expert_width": 768}},
+            {"kind": "bf16"},
+            DECODERS,
+            24.80,
+        ),
+    ],
+    ids=["8m", "8m fp8", "8m mxfp8 emulated", "8m fp8_block emulated", "dense 896", "dense 3584", "12 layers", "8 layers 64 experts"],
+)
+def test_peaks_of_training_on_an_h200(model, precision, load, measured):
+    """GiB by torch's allocator over training runs of 2026-12-02, one batch a step, compiled, replayed where it can be."""
+    clm = load is DECODERS
+    recipe = Recipe.model_validate(
+        {
+            "model": {**model, "kind": "decoder" if clm else "encoder", "tie_head": not clm}, "precision": precision,
+            "objective": {"kind": "clm" if clm else "mlm"}, "data": {"tokens_per_batch": load.tokens},
+            "training": {"tokens_per_step": load.tokens},
+        }
+    )  # fmt: skip
+    assert by_category(recipe, 33, load)["peak"] == pytest.approx(measured, rel=0.1)

@@ -4,7 +4,7 @@ import pytest
 
 from bmoe.errors import RequestError
 from bmoe.model import counts
-from bmoe.profiling import chips, predict
+from bmoe.profiling import chips, predict, validation
 from bmoe.profiling.work import Load
 from bmoe.recipe import Recipe
 
@@ -17,23 +17,27 @@ def layer(width, expert_width, experts, top_k, kind="bf16", **more) -> Recipe:
 FULL = Load(16384, 16384, 16384 * 1024.0, 2458)
 
 
-@pytest.mark.parametrize(
-    "width, expert_width, experts, top_k, compiled, floor",
-    # TFLOP/s of the expert products over the whole MoE layer, forward + backward, T = 16,384, measured on an H200: torch's grouped
-    # products, compiled; and those products' own time with every other pass at the bandwidth of a copy (nothing is faster)
-    [(2048, 5632, 8, 2, 525, 612), (1280, 3584, 8, 2, 432, 535), (1280, 768, 64, 8, 311, 465)],
-)
-def test_moe_layer_on_an_h200_lies_between_compiled_torch_and_the_floor(width, expert_width, experts, top_k, compiled, floor):
-    parts = predict.part_seconds(layer(width, expert_width, experts, top_k), 33, FULL, chips.find("h200"))
-    names = ("router", "dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")
-    seconds = sum(parts[name]["seconds"] for name in names)
-    tflops = 3 * 2 * FULL.real * top_k * 3 * width * expert_width / seconds / 1e12
-    assert 0.9 * compiled < tflops < floor
+def with_backend(recipe, **values):
+    return recipe.model_copy(update={"backend": recipe.backend.model_copy(update=values)})
+
+
+@pytest.mark.parametrize("point", validation.POINTS, ids=str)
+def test_the_model_against_times_measured_on_an_h200(point):
+    """Torch's grouped products of 64 small experts are the one that it does not hold for: they take a third longer."""
+    known = 0.3 if point.experts == "grouped" and point.moe[0] == 64 else 0.15
+    assert validation.predicted(point) == pytest.approx(point.seconds, rel=known)
+
+
+def test_the_error_that_is_shown_is_that_of_the_points():
+    found, shown = validation.errors(), validation.known_error()
+    sizes = sorted(abs(error) for error in found.values())
+    assert shown["points"] == len(sizes) >= 5 and shown["median"] == sizes[len(sizes) // 2] < 0.15
+    assert abs(shown["worst"]) == sizes[-1] and shown["where"] in map(str, found)
 
 
 def test_attention_of_full_sequences_on_an_h200():
-    """16 heads x 64 over 16 x 1024 tokens: 188 TFLOP/s forward + backward, counted as 2 + 4 products' worth."""
-    recipe = layer(1024, 2816, 8, 2)
+    """16 heads x 64 over 16 x 1024 tokens by torch's varlen attention: 188 TFLOP/s forward + backward, counted as 2 + 4 products."""
+    recipe = with_backend(layer(1024, 2816, 8, 2), attention="varlen")
     with_core = predict.part_seconds(recipe, 33, FULL, chips.find("h200"))["attention"]["seconds"]
     without = predict.part_seconds(recipe, 33, Load(FULL.tokens, FULL.real, 0.0, FULL.targets), chips.find("h200"))["attention"]["seconds"]
     assert with_core - without == pytest.approx(1.28e-3, rel=0.15)

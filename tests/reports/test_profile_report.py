@@ -56,7 +56,9 @@ def part(forward, backward, flops=None, moved=1e9, bound="memory"):
 def chip(**more):
     return {
         "chip": "b200", "world": 1, "step_s": 0.05, "tokens_per_s": 3e5, "mfu": 0.3, "memory": {"peak": 20.0}, "fits": True,
-        "speedup_over_bf16": 1.1, "bottleneck": {"part": "attention", "share": 0.4}, "label": "predicted by a roofline model, not measured",
+        "speedup_over_bf16": 1.1, "bottleneck": {"part": "attention", "share": 0.4},
+        "model_error": {"points": 9, "on": "h200", "median": 0.05, "worst": -0.26, "where": "a layer"},
+        "label": "predicted by a roofline model, not measured",
         "assumptions": {"gemm": 0.68, "low_gemm": 0.45, "guessed": ["low_gemm"], "peaks": "a data sheet"}, **more,
     }  # fmt: skip
 
@@ -90,7 +92,8 @@ def results(**more) -> dict:
 def test_a_measured_profile(tmp_path):
     text, heads = read(write_profile_report(results(), tmp_path / "p.html"))
     assert heads == ["First bottleneck", "Where a step goes", "Roofline", "Memory", "On other chips, predicted"]
-    for needed in ("Experts gemm 1, 50% of a step", "precision.kind", "a &lt;b&gt; &amp; c", "964", "84%", "idle 11 ms", "+8%",
+    for needed in ("Experts gemm 1, 50% of a step", "precision.kind", "a &lt;b&gt; &amp; c", "964", "84%", "idle 11 ms", "+8% here",
+                   "by 5% in the median", "-26% at worst (a layer)",
                    "a data sheet", "low_gemm: 0.4500 (a guess)",
                    "kernel&lt;float&gt;", "before k2", "6 of 24 layers", "of the published peak, 989 TFLOP/s"):  # fmt: skip
         assert needed in text, needed
