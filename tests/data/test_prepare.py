@@ -320,11 +320,16 @@ def test_byte_pairs_decode_to_the_bases(tmp_path):
 # interruptions ----------------------------------------------------------------------------------------------------------
 
 CHILD = """
-import sys
-from bmoe.data import prepare, run, tasks
-tasks.UNIT, run.JOURNAL_S = 16_000, 0.0
+import sys, tempfile
+from bmoe.data import blocks, compression, prepare, run, tasks
+tasks.UNIT, run.JOURNAL_S, blocks.FRAGMENT, compression.OUTPUT = 16_000, 0.0, 16_000, 16_000
+blocks.cut.__defaults__ = (16_000, blocks.LIMIT, 16_000)
 if __name__ == "__main__":
     name, out, workers = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:  # loads what is compiled, so that the kill hits the work
+        with open(folder + "/in.fasta", "w") as file:
+            file.write(">a\\nMKV\\n")
+        prepare.prepare([folder + "/in.fasta"], folder + "/out")
     print("go", flush=True)
     options = prepare.PrepareOptions(valid_fraction=0.1)
     prepare.prepare([name], out, options, workers=int(workers), resume=True)
