@@ -21,7 +21,6 @@ written anew after every step; a second call with the same DIR goes on where the
 """
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -38,7 +37,7 @@ import torch
 
 from bmoe import recipe as recipes
 from bmoe.data.shards import Shards
-from bmoe.evaluation.statistics import bootstrap, spearman
+from bmoe.evaluation import pairs as paired
 from bmoe.jobs import evaluate as job
 from bmoe.jobs.evaluate import Wanted
 from bmoe.model import counts
@@ -278,7 +277,7 @@ def row(out: Path, run: Contestant, moe: Contestant) -> dict:
         if scan := results.get("mutations"):
             found["mutations"] = {k: v for k, v in scan.items() if k not in ("points", "dropped")}
         if probe := results.get("probe"):
-            found["probe"] = probe
+            found["probe"] = {k: v for k, v in probe.items() if k != "per_sequence"}
         if contacts := results.get("contacts"):
             found["contacts"] = {k: v for k, v in contacts.items() if k != "maps"}
     return found
@@ -291,9 +290,8 @@ def together(out: Path) -> dict[str, dict]:
 
 
 def pairs(out: Path, runs: list[Contestant]) -> list[dict]:
-    """Every run against moe: ratio of perplexities on the same targets, difference of the mutations' Spearman on the same
-    variants, difference of long-range P@L on the same chains, each with a paired 95 % bootstrap interval (sequences,
-    variants, families)."""
+    """Every run against moe: ratio of perplexities on the same targets, differences of the mutations' Spearman, of long-range
+    P@L and of the probe's accuracy, each with a paired 95 % bootstrap interval."""
     against = {label: results["compared"] for label, results in together(out).items() if results.get("compared")}
     compared = {label: entry["schemes"] for label, entry in against.items() if Path(entry["to"]).name == runs[0].label}
     first = out / runs[0].label
@@ -309,47 +307,16 @@ def pairs(out: Path, runs: list[Contestant]) -> list[dict]:
 
 @cache
 def differences(here: Path, there: Path) -> dict[str, dict]:
-    """Differences of two evaluated runs, as far as both were judged."""
-    found = {}
-    if (here / "scores.csv").is_file() and (there / "scores.csv").is_file():
-        found["spearman"] = spearman_difference(scores(here / "scores.csv"), scores(there / "scores.csv"))
-    if (ours := chains(here / "eval.json")) and (theirs := chains(there / "eval.json")):
-        found["long_p_at_l"] = chain_difference(ours, theirs)
-    return found
+    """Paired differences of two evaluated runs."""
+    return paired.differences(*(measured(folder / "eval.json") for folder in (here, there)))
 
 
-def scores(path: Path) -> np.ndarray:
-    """(measured effect, score of the main method) of each variant, float64 [n, 2]."""
-    with path.open() as file:
-        return np.array([[float(cell) for cell in line[1:3]] for line in list(csv.reader(file))[1:]])
-
-
-def spearman_difference(here_N2: np.ndarray, there_N2: np.ndarray) -> dict[str, float]:
-    """Spearman of one run minus that of another on the same variants, variants resampled together."""
-
-    def difference(drawn: np.ndarray) -> float:
-        rows = np.repeat(np.arange(drawn.size), drawn)
-        return spearman(*here_N2[rows].T) - spearman(*there_N2[rows].T)
-
-    low, high = bootstrap(len(here_N2), difference)
-    return {"difference": difference(np.ones(len(here_N2), int)), "low": low, "high": high}
-
-
-def chains(path: Path) -> list[dict]:
-    return json.loads(path.read_text())["results"].get("contacts", {}).get("per_chain", [])
-
-
-def chain_difference(here: list[dict], there: list[dict]) -> dict[str, float]:
-    """Mean difference of long-range P@L over chains, families resampled."""
-    values = [(a["family"] - 1, a["long_p_at_l"] - b["long_p_at_l"]) for a, b in zip(here, there, strict=True) if defined(a, b)]
-    family, gain = np.array([f for f, _ in values]), np.array([g for _, g in values])
-    sums, sizes = np.bincount(family, gain), np.bincount(family)
-    low, high = bootstrap(sizes.size, lambda drawn: float(drawn @ sums / max(drawn @ sizes, 1)))
-    return {"difference": float(gain.mean()), "low": low, "high": high}
-
-
-def defined(*entries: dict) -> bool:
-    return all(e["long_p_at_l"] is not None for e in entries)
+def measured(file: Path) -> dict:
+    """The results of a run; null stands for a chain without long pairs."""
+    results = json.loads(file.read_text())["results"]
+    for chain in results.get("contacts", {}).get("per_chain", []):
+        chain["long_p_at_l"] = math.nan if chain["long_p_at_l"] is None else chain["long_p_at_l"]
+    return results
 
 
 def markdown(body: dict) -> str:
@@ -386,7 +353,7 @@ def markdown(body: dict) -> str:
     ]
     for pair in body["pairs"]:
         cells = [interval(named(pair["perplexity"].get("mask"), "ratio"), "x", 4)]
-        cells += [interval(named(pair.get(key), "difference"), "x", 3) for key in ("spearman", "long_p_at_l")]
+        cells += [interval(named(pair.get(key), "difference"), "x", 3) for key in ("mutations", "contacts", "probe")]
         lines.append(line([pair["run"], *cells]))
     spent = ", ".join(f"{name} {value:.0f}" for name, value in body["seconds"].items())
     return "\n".join([*lines, "", f"Seconds: {spent}.", ""])

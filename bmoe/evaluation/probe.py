@@ -31,8 +31,8 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, table: str | P
     """Linear probes of every layer on the labels of a table (`sequence`, labels).
 
     Returns accuracy with its 95 % bootstrap interval over sequences, majority and best_layer (8 states, or whatever labels
-    the table has), the same under `three_state` for secondary structure, and `layers`, the curve. RequestError for a table
-    that is too small or a model that reads no single letters.
+    the table has), the same under `three_state` for secondary structure, `layers`, the curve, and `per_sequence`, right and all
+    residues of each test sequence. RequestError for a table that is too small or a model that reads no single letters.
     """
     if letters.name.startswith("dna-bpe"):
         raise RequestError("a probe needs one token a letter, and this model reads byte-pair tokens")
@@ -88,6 +88,7 @@ def _probe(layers: list[Tensor], letter: np.ndarray, owner: np.ndarray, rows: di
     return {
         "accuracy": float(right[best][test].mean()), "accuracy_low": low, "accuracy_high": high, "classes": len(classes),
         "majority": float((letter[test] == common).mean()), "majority_class": common, "best_layer": best, "layers": curve,
+        "per_sequence": np.stack([hits, sizes], axis=1).astype(int).tolist(),
     }  # fmt: skip
 
 

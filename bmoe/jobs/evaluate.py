@@ -1,5 +1,6 @@
 """`bmoe eval`: what trained models know, on held-out data and on the user's tables, structures and sequences."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from bmoe.evaluation import (
     generation,
     groups,
     mutations,
+    pairs,
     perplexity,
     probe,
     pseudo,
@@ -122,17 +124,18 @@ def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, 
         if recipe.precision.emulate:
             emulate(model, recipe.precision)
         found: dict = {"run": path}
+        held_out = None
         if wanted.needs_split:
             dense_beside_others = len(paths) > 1 and not model.moe_layers
             if wanted.routing and dense_beside_others:
                 console.note(f"{path} is dense: no routing to look at")
             here = wanted._replace(routing=wanted.routing and not dense_beside_others)
             held_out = held_out_results(found, model, recipe, here, split, device)
-            if first is None:
-                first = (path, held_out)
-            else:
-                found["compared"] = paired(held_out, *first[::-1])
         other_results(found, model, recipe, letters, wanted, device)
+        if first is None:
+            first = held_out, found
+        else:
+            found["compared"] = paired(held_out, found, *first)
         results.append(found)
     return results, recipe
 
@@ -184,9 +187,11 @@ def other_results(found: dict, model: Transformer, recipe: Recipe, letters: Alph
         )
 
 
-def paired(here: Perplexity, there: Perplexity, name: str) -> dict:
-    """Perplexity of one run over that of another on the same targets; empty if the targets differ."""
-    try:
-        return {"to": name, "schemes": perplexity.compare(here, there)}
-    except ValueError:  # other data, or another budget
-        return {}
+def paired(here: Perplexity | None, found: dict, there: Perplexity | None, other: dict) -> dict:
+    """One run beside another: ratios of perplexities on the same targets, and differences of what else was measured on the same
+    data; empty where the data differ."""
+    schemes = {}
+    if here is not None and there is not None:
+        with suppress(ValueError):  # other data, or another budget
+            schemes = perplexity.compare(here, there)
+    return {"to": other["run"], "schemes": schemes, "differences": pairs.differences(found, other)}

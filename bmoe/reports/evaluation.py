@@ -13,6 +13,7 @@ from bmoe.reports.page import details, grid, number, page, section, table, tiles
 from bmoe.reports.plots import Series, bar_chart, contact_map, interval_chart, line_plot, scatter
 from bmoe.reports.routing import routing_section
 
+DIFFERENCES = {"mutations": "mutations, Spearman", "contacts": "contacts, long range P@L", "probe": "secondary structure, accuracy"}
 BLOSUM = "BLOSUM62, without a model"
 RANGES = {"short": "short, 6–11", "medium": "medium, 12–23", "long": "long, 24 or more"}
 
@@ -72,19 +73,28 @@ def _comparison(runs: dict[str, dict]) -> str:
             charts.append(interval_chart(metric.label, list(runs), [v.value for v in values], [(v.low, v.high) for v in values]))
     text = (
         "Values with their 95 % bootstrap interval; * is the best of its row. Each interval is of one model by itself: where two overlap, "
-        "look at the paired ratio. Perplexities compare only models evaluated on the same split and alphabet."
+        "look at the paired ratio or difference. Perplexities compare only models evaluated on the same split and alphabet."
     )
     return section("Side by side", table(["metric", *runs], body), _paired(runs), grid(*charts), text=text)
 
 
 def _paired(runs: dict[str, dict]) -> str:
-    """Perplexity of each model over that of the first on the same targets."""
+    """Each model beside the first on the same data: ratios of perplexities, differences of the rest."""
+    head = ["model", "beside", "of", "paired (95 % interval)"]
+    return table(head, [[name, *row] for name, found in runs.items() for row in paired_rows(found.get("compared", {}))])
+
+
+def paired_rows(compared: dict) -> list[list[str]]:
+    """Beside whom, what, and the value with its interval."""
     rows = []
-    for name, found in runs.items():
-        for scheme, ratio in found.get("compared", {}).get("schemes", {}).items():
-            what = perplexity_parts.NAMES["" if scheme == "clm" else f"_{scheme}"]
-            rows.append([name, found["compared"]["to"], what, with_interval(ratio["ratio"], ratio["low"], ratio["high"])])
-    return table(["model", "beside", "scheme", "ratio of perplexities, paired (95 % interval)"], rows)
+    for scheme, ratio in compared.get("schemes", {}).items():
+        what = perplexity_parts.NAMES["" if scheme == "clm" else f"_{scheme}"]
+        value = with_interval(ratio["ratio"], ratio["low"], ratio["high"])
+        rows.append([compared["to"], f"perplexity, {what}: ratio", value])
+    for part, found in compared.get("differences", {}).items():
+        value = with_interval(found["difference"], found["low"], found["high"])
+        rows.append([compared["to"], f"{DIFFERENCES[part]}: difference", value])
+    return rows
 
 
 def _mutations(found: dict, level: int) -> str:

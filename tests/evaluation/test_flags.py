@@ -148,6 +148,10 @@ def test_models_side_by_side(run, shards, capsys):
     ratio = both[1]["compared"]["schemes"]["mask"]
     assert both[1]["compared"]["to"] == "moe" and "compared" not in both[0] and "routing" not in both[1]
     assert ratio["ratio"] == pytest.approx(both[1]["perplexity_mask"] / both[0]["perplexity_mask"]) and ratio["low"] < ratio["high"]
+    scored = evaluated("moe", SCAN, "dense")["runs"]
+    assert scored[1]["compared"]["schemes"] == {} and list(scored[1]["compared"]["differences"]) == ["mutations"]
+    gain = scored[1]["mutations"]["spearman"] - scored[0]["mutations"]["spearman"]
+    assert scored[1]["compared"]["differences"]["mutations"]["difference"] == pytest.approx(gain)
     assert "residue" in both[0]["routing"] and "Side by side" in Path("r.html").read_text()
     assert cli.run(["eval", "dense", "--device", "cpu", "--routing"]) == 2 and "dense" in capsys.readouterr().err
     assert cli.run(["eval", "moe", "dense", "--device", "cpu", "--embed", "wt.fasta", "--out", "x.safetensors"]) == 2

@@ -71,10 +71,14 @@ def test_parts_that_were_not_asked_for_have_no_section(tmp_path, make_results):
 
 def test_several_models_side_by_side(tmp_path, make_results):
     runs = [make_results("runs/moe", 0.05), make_results("runs/dense")]
-    runs[1]["compared"] = {"to": "moe", "schemes": {"mask": {"ratio": 1.0123, "low": 1.004, "high": 1.02}}}
+    difference = {"difference": -0.0432, "low": -0.0512, "high": -0.0311}
+    runs[1]["compared"] = {
+        "to": "moe", "schemes": {"mask": {"ratio": 1.0123, "low": 1.004, "high": 1.02}}, "differences": {"probe": difference},
+    }  # fmt: skip
     text, titles = read(write_evaluation_report(runs, tmp_path / "r.html"))
     assert titles[:2] == ["Comparison of moe, dense", "Side by side"]
-    assert "1.012 (1.004 to 1.020)" in text
+    assert "1.012 (1.004 to 1.020)" in text and "secondary structure, accuracy: difference" in text
+    assert "-0.0432 (-0.0512 to -0.0311)" in text
     assert titles.count("Contacts") == 2 and "contacts, long range P@L" in titles
     assert "0.3500 (0.3200 to 0.3800) *" in text and "0.3000 (0.2700 to 0.3300) *" not in text
 
