@@ -348,8 +348,10 @@ def markdown(body: dict) -> str:
     lines += ["", f"Held out: {trivial.get('valid_sequences', '-')} sequences, {trivial.get('targets', '-')} targets. 95 % intervals."]
     lines += [
         "",
-        line(["against moe", "perplexity `<mask>`, ratio", "DMS Spearman, difference", "long P@L, difference"]),
-        line(["---"] * 4),
+        line(
+            ["against moe", "perplexity `<mask>`, ratio", *(f"{what}, difference" for what in ("DMS Spearman", "long P@L", "SS8 accuracy"))]
+        ),
+        line(["---"] * 5),
     ]
     for pair in body["pairs"]:
         cells = [interval(named(pair["perplexity"].get("mask"), "ratio"), "x", 4)]
