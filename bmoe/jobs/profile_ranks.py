@@ -19,6 +19,7 @@ from bmoe.parallel import launch
 from bmoe.parallel.world import World
 from bmoe.precision import conditions, machine
 from bmoe.profiling import Subject, baseline, distributed, open_data, race, render_ranks
+from bmoe.profiling.estimate import predictions
 from bmoe.recipe import Recipe
 from bmoe.training import setup
 
@@ -130,8 +131,12 @@ def profile(recipe: Recipe, request: Request, world: World) -> dict:
     ours = race.Ours(subject, step_of(subject, world), shards, world, counts, race.allocated(device) - before)
     results = {
         "recipe": resolved.name, "device": here.device, "precision": kind, "data": source, "parts": {}, "unmet_conditions": [],
-        "emulated": {}, "predicted": {}, "ratios": {}, **distributed.measured(ours, world, request.trace),
+        "emulated": {}, "predicted": predictions(resolved, shards, here.device, world.size), "ratios": {},
+        **distributed.measured(ours, world, request.trace),
     }  # fmt: skip
+    for chip in results["predicted"].values():
+        if chip["this_machine"]:
+            chip["error"] = chip["step_s"] / results["step_s"] - 1
     if asked:
         loop = race.Counts(warmup, request.steps or LOOP_STEPS)
         ours.counts = race.Counts(1, counts.steps)  # it is warm

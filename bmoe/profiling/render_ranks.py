@@ -16,6 +16,12 @@ def report(results: dict) -> RenderableType:
         blocks += [Text(), _communication(results["communication"]), Text(), _rows(results["all_to_all"])]
     if results.get("baseline"):
         blocks += [Text(), baseline_table(results)]
+    for name, chip in results["predicted"].items():
+        if chip["this_machine"]:
+            line = (
+                f"Predicted for {chip['world']} x {name}: a step of {seconds(chip['step_s'])}, {chip['error']:+.0%} from the measured one."
+            )
+            blocks += [Text(), notes(line)]
     return Group(*blocks)
 
 

@@ -363,3 +363,22 @@ def all_layouts(rank: int, size: int, fault: str = "none") -> dict:
         return {"refused": str(error)}
     finally:
         AdamW.global_norm, state.load = kept
+
+
+def sharded_mixtral(rank: int, size: int) -> float:
+    """Largest difference of the logits of Hugging Face's model under FSDP2 from those of one process with the same weights."""
+    from bmoe.profiling import baseline, race
+    from bmoe.profiling.synthetic import SyntheticShards
+
+    recipe = make_recipe((1, size, 1), batches=size)
+    shards, world = SyntheticShards(recipe), World(torch.device("cpu"), rank, size)
+    theirs = baseline.HuggingFace("hf-loop", recipe, shards, ("flattened",), race.Counts(1, 2), world, None)
+    theirs.steps("flattened", first=True)
+    alone = baseline.mixtral(recipe, shards.alphabet.size, "hf-loop", world.device)
+    alone.load_state_dict({name: p.full_tensor() for name, p in theirs.model.named_parameters()})
+    kept = ("input_ids", "position_ids")
+    inputs = {name: value for name, value in theirs.feeds["flattened"][0].inputs.items() if name in kept}
+    with torch.no_grad():
+        found, wanted = (model(**inputs).logits for model in (theirs.model, alone))
+    assert wanted.std() > 0.01
+    return float((found - wanted).abs().max() / wanted.std())

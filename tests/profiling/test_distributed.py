@@ -93,6 +93,7 @@ def test_one_rank_is_a_world_too(recipe, tmp_path, capsys):
     assert cli.run(["profile", str(tmp_path / "small.yaml"), *flags]) == 0
     results = json.loads((tmp_path / "a.json").read_text())["results"]
     assert results["ranks"] == 1 and results["communication"] is None and results["residues_per_s"] > 0
+    assert {chip["world"] for chip in results["predicted"].values()} == {1}
     assert "residues/s" in capsys.readouterr().out
     assert cli.run(["profile", str(tmp_path / "small.yaml"), *flags[:4], "--layouts"]) == 0
     assert "1 x 1" in capsys.readouterr().out

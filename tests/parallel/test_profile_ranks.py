@@ -1,4 +1,5 @@
-"""`bmoe profile --layouts`: one checkpoint goes on alike in every layout, and a fault does not pass unseen."""
+"""What `bmoe profile` of several ranks stands on: one checkpoint goes on alike in every layout, and a fault does not pass unseen;
+the other side of a comparison is what it is on one process."""
 
 import pytest
 
@@ -30,3 +31,8 @@ def test_a_checkpoint_that_is_not_loaded_is_seen(ranks):
 @pytest.mark.parametrize("size, experts, found", [(8, 64, [(8, 1), (4, 2), (2, 4), (1, 8)]), (6, 8, [(6, 1), (3, 2)]), (1, 8, [(1, 1)])])
 def test_ways_to_share(size, experts, found):
     assert ways(size, experts) == found
+
+
+def test_the_baseline_under_fsdp2_computes_what_one_process_does(ranks):
+    pytest.importorskip("transformers")
+    assert max(ranks(2).run("sharded_mixtral")) < 1e-5
