@@ -7,7 +7,8 @@ Mathematics, with q and k turned by their rotary angles (kernels/rotary.py), wit
     backward   dv = p^T do,  dp = do v^T,  ds = p (dp - rowsum(do o)),  dq = ds k / sqrt(d),  dk = ds^T q / sqrt(d)
 
 FLOPs: 4 H d sum of squared lengths forward (half of it when causal) and 2.5 times that backward. Bytes: q, k, v, o once,
-and again with their gradients; dq is summed in fp32 by atomics, so its last bits differ from run to run.
+and again with their gradients; dq, and with grouped queries dk and dv, are summed in fp32 by atomics, so that their last bits
+differ from run to run.
 
 Rows at or beyond cu_seqlens[-1] belong to no sequence; the results are zero there. The last tile of a sequence also reads
 rows after it, with weight zero, so those have to be finite. Sequences may be empty.
@@ -26,7 +27,7 @@ from bmoe.kernels.operators import operator
 from bmoe.kernels.rotary import projection_gradient, queries_and_keys
 
 HEAD_DIMS = (64, 128)
-"""Those whose results were compared with float64. With 16 the kernels return wrong numbers on Hopper (4.0.0b36)."""
+"""Those whose results were compared with float64, on an H200. With 16 the kernels return wrong numbers on Hopper (4.0.0b36)."""
 
 
 @functools.cache
@@ -40,7 +41,11 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
         return f"they take bf16, not {str(dtype).removeprefix('torch.')}"
     if head_dim not in HEAD_DIMS:
         return f"head dimension {head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+    try:
+        found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    except ImportError as error:  # a broken package of the same name
+        return str(error).strip().splitlines()[0]
+    if found is None:
         return "the package flash-attn-4 is not installed (pip install 'bmoe[fused]')"
     return None
 

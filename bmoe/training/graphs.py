@@ -6,10 +6,14 @@ fixed number of slots already, its inputs are copied into memory of their own, a
 batch (segments and targets) get some room, filled up with empty segments and rows without a target. A batch that does
 not fit makes the graphs be recorded anew, with more room.
 
-The first batches of each recording run eagerly, which compiles and tunes what is compiled and tuned at first use; they
-are ordinary batches of training, and nothing is computed twice. Nothing here waits for the device but the recording.
+The first batches before each recording, and the first update, run eagerly: that compiles, tunes and loads what is compiled,
+tuned and loaded at first use, which a recording would not survive. They are ordinary parts of training, and nothing is
+computed twice. torch waits for the device nowhere here but in a recording.
+
+The memory of a recording stays reserved: validation and whatever runs eagerly needs its own beside it.
 """
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -37,13 +41,15 @@ class Graphs:
 
     def __init__(self, losses: Losses, optimizer: AdamW, device: torch.device):
         self.losses, self.optimizer, self.device = losses, optimizer, device
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
         self.inputs: Inputs | None = None
+        self.updated = False
         self._forget()
 
     def _forget(self) -> None:
         """Drop the recordings; the next batches run eagerly. Sums that are under way stay."""
         self.batches_run = 0
+        self.pool = torch.cuda.graph_pool_handle()
         self.batch_graph: torch.cuda.CUDAGraph | None = None
         self.update_graph: torch.cuda.CUDAGraph | None = None
         self.flat = self.norm = None
@@ -70,7 +76,8 @@ class Graphs:
         """One update; returns the norm of the gradient."""
         with self._on_stream():
             self.optimizer.set_rate(lr)
-            if self.batch_graph is None:
+            if self.batch_graph is None or not self.updated:
+                self.updated = True
                 return self.optimizer.update()
             if self.update_graph is None:
                 self.update_graph, self.norm = self._record(self.optimizer.update)
@@ -79,9 +86,16 @@ class Graphs:
 
     def _record(self, function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads pin memory for the next batches meanwhile, which a recording that watched them would refuse.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            result = function()
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()  # an object that unloads a kernel when it dies would end the recording
+        try:
+            # Other threads pin memory for the next batches meanwhile, which a recording that watched them would refuse.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                result = function()
+        finally:
+            if collecting:
+                gc.enable()
         return graph, result
 
     def _on_stream(self) -> "_OnStream":

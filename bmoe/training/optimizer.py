@@ -139,9 +139,10 @@ class AdamW:
         scale = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
         b1, b2 = s.betas
         scalars = torch.stack([x.to(torch.float64) for x in (scale, self.rate, 1.0 - b1**taken, (1.0 - b2**taken).sqrt(), keep)])
+        narrow = scalars.float()
         for name, p in self.parameters.items():
             decay = s.weight_decay if is_matrix(name, p) else 0.0
-            self._update(name, local(p.data), scalars if p.dtype == torch.float64 else scalars.float(), b1, b2, s.eps, decay)
+            self._update(name, local(p.data), scalars if p.dtype == torch.float64 else narrow, b1, b2, s.eps, decay)
         self.clear()
         return norm
 
@@ -164,11 +165,15 @@ class AdamW:
 
         A CUDA graph adds to the memory that it was recorded with. Without accumulation it overwrites that memory instead.
         """
-        if self.accumulate:
-            self.held = True
-            for name, p in self.parameters.items():
-                if name not in self.sums and p.grad is None:
-                    p.grad = torch.zeros_like(p)
+        if not self.accumulate or self.held:
+            return
+        self.held = True
+        kept = {name: p for name, p in self.parameters.items() if name not in self.sums}
+        missing = [name for name, p in kept.items() if p.grad is None]
+        if 0 < len(missing) < len(kept):  # in the middle of a step
+            raise RuntimeError(f"{missing[0]} has no gradient")
+        for name in missing:
+            kept[name].grad = torch.zeros_like(kept[name])
 
     def clear(self) -> None:
         """Forget the gradients."""

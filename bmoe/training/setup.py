@@ -96,8 +96,10 @@ def choose_attention(recipe: Recipe, device: torch.device) -> tuple[str, str | N
     hindrance = "it knows no model.qk_norm" if model.qk_norm else why_not(device, torch.bfloat16, model.width // model.heads)
     if asked == "flash" and hindrance:
         raise RequestError(f"backend.attention: flash cannot run, because {hindrance}; use varlen or auto")
+    if asked == "auto" and hindrance is None and torch.cuda.get_device_capability(device)[0] != 9:
+        hindrance = "it was tested on Hopper only (backend.attention: flash takes it all the same)"
     if hindrance:
-        return "varlen", f"torch's flash attention of packed sequences; flash-attn-4 cannot run: {hindrance}"
+        return "varlen", f"torch's flash attention of packed sequences, not flash-attn-4: {hindrance}"
     return "flash", "the kernels of flash-attn-4 for packed sequences"
 
 
@@ -109,6 +111,8 @@ def why_no_graphs(recipe: Recipe, world: World, experts: str, attention: str) ->
         return "several ranks exchange numbers of rows through the host"
     if recipe.model.moe and experts not in ("triton", "grouped"):
         return f"experts by {experts} read the loads of the experts on the host"
+    if recipe.model.moe and (recipe.model.width % 8 or recipe.model.moe.expert_width % 8):
+        return "experts whose widths are no multiples of 8 read their loads on the host"
     if recipe.precision.kind == "fp32":
         return "grouped products in fp32 read the loads of the experts on the host"
     if attention == "sdpa":

@@ -70,13 +70,17 @@ def train(model, batch, jitter_key=None):
 @pytest.mark.parametrize("kind", ["varlen", "flash"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4, 16), (8, 2, 64), (16, 16, 64), (20, 20, 128)])
-def test_packed_attention_equals_float64(kind, causal, heads):
-    """Rotation and attention of a projection, values and gradient."""
+@pytest.mark.parametrize("lengths", [(7, 0, 133, 560, 0), (70, 30, 100, 1), (3, 1, 0, 5) * 100], ids=["few", "short", "many"])
+def test_packed_attention_equals_float64(kind, causal, heads, lengths):
+    """Rotation and attention of a projection, values and gradient; bounds of 600 and 100, and more than 256 segments, run
+    other kernels."""
     H, G, d = heads
+    bound = 600 if max(lengths) > 100 else 100
     hindrance = flash.why_not(torch.device("cuda"), torch.bfloat16, d)
     if kind == "flash" and hindrance:
         pytest.skip(hindrance)
-    bounds = torch.tensor([0, 7, 7, 140, 700, 700], dtype=torch.int32)
+    bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    end = int(bounds[-1])
     generator = torch.Generator().manual_seed(0)
     qkv, upstream = (torch.randn(1500, n, d, generator=generator, dtype=torch.float64).bfloat16() for n in (H + 2 * G, H))
     rotary = Rotary(d, 10000.0)
@@ -85,9 +89,9 @@ def test_packed_attention_equals_float64(kind, causal, heads):
 
     def run(qkv, cos, sin, bounds, kind):
         if kind == "flash":
-            return flash.flash(qkv, cos, sin, bounds, 600, G, causal)
+            return flash.flash(qkv, cos, sin, bounds, bound, G, causal)
         turned, v = qkv.split((H + G, G), dim=1)
-        return attention(*rotate(turned, cos, sin).split((H, G), dim=1), v, bounds, 600, causal, kind)
+        return attention(*rotate(turned, cos, sin).split((H, G), dim=1), v, bounds, bound, causal, kind)
 
     leaf = qkv.cuda().requires_grad_()
     out = run(leaf, cos.cuda(), sin.cuda(), bounds.cuda(), kind)
@@ -95,7 +99,7 @@ def test_packed_attention_equals_float64(kind, causal, heads):
     exact = qkv.double().requires_grad_()
     expected = run(exact, cos.double(), sin.double(), bounds, "auto")
     wanted = torch.autograd.grad(expected, exact, upstream.double())[0]
-    assert not out[700:].any() and not grad[700:].any(), "slots of no sequence, beyond max_seqlen too"
+    assert not out[end:].any() and not grad[end:].any(), "slots of no sequence, beyond max_seqlen too"
     for got, want in ((out, expected), *zip(grad.split((H, G, G), 1), wanted.split((H, G, G), 1), strict=True)):
         error = (got.cpu().double() - want).norm() / want.norm()
         assert error < 0.01, error

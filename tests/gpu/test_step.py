@@ -102,6 +102,30 @@ def test_a_replayed_step_never_waits(batches):
     assert subject.graphs.update_graph is not None
 
 
+@pytest.mark.parametrize("batches", [1, 2, 3, 4])
+def test_what_changes_from_step_to_step_reaches_a_replay(batches):
+    """The count of steps, the learning rate and the key of the noise are read anew in every replay."""
+    subject = stepper(True, batches, moe={"jitter": 0.1})
+    run(subject, 5)
+    assert subject.graphs.update_graph is not None and int(subject.optimizer.attempted) == 5
+    with TrainingLoader(Proteins(), subject.recipe, Position(0, 0), pin=True) as loader:
+        step = loader.next().batches
+    totals = torch.tensor([sum(b.targets for b in step), sum(int(b.real_tokens) for b in step), 0, 0])
+
+    def moved_at(rate: float) -> bool:
+        before = {name: subject.optimizer.master(name).clone() for name in subject.optimizer.parameters}
+        for number, batch in enumerate(step):
+            subject.backward(batch, totals, number)
+        subject.update(rate)
+        return any(not torch.equal(subject.optimizer.master(name), value) for name, value in before.items())
+
+    assert not moved_at(0.0)
+    losses = [[float(subject.backward(batch, totals, key).loss) for batch in step] for key in (1, 1, 2)]
+    subject.update(0.0)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] != pytest.approx(losses[2], rel=1e-5)
+    assert moved_at(1e-3) and int(subject.optimizer.attempted) == 8
+
+
 def test_a_batch_with_more_segments_is_recorded_anew():
     subject, eager = stepper(True, 1), stepper(False, 1)
     with TrainingLoader(Proteins(), subject.recipe, Position(0, 0), pin=True) as loader:
