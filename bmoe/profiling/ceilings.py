@@ -1,11 +1,19 @@
-"""What this device reaches at best, measured in the same run as the profile: a large matrix product and a large copy."""
+"""What this device reaches at best, measured in the same run as the profile: a large matrix product and a large copy; and its memory."""
 
+import os
 import time
 from collections.abc import Callable
 
 import torch
 
 SIZES = {"cuda": (8192, 2**29), "cpu": (1024, 2**25)}  # side of the product, elements of the copy
+
+
+def available_gib(device: torch.device) -> float:
+    """Memory of the device that nothing uses now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / 2**30
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def _best(call: Callable[[], object], device: torch.device, repeats: int) -> float:

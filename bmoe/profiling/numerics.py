@@ -1,9 +1,11 @@
-"""What rounding to a low precision does to a recipe, by bit-exact emulation on one layer and few tokens.
+"""What rounding to a low precision does to a recipe, by bit-exact emulation on as many layers and tokens as fit.
 
-The layer runs in fp32 on the recipe's own dimensions, initial weights and data. Each GEMM of the experts is repeated on
-the same inputs with rounded ones, for its three products; then the whole layer runs once more with every GEMM rounded, and
-the gradients of its parameters are compared. Errors are relative in the Frobenius norm against fp32. bf16 inputs are
-shown beside, the error that training lives with today.
+The layers run in fp32 on the recipe's own dimensions, initial weights and data. Each GEMM of the experts is repeated on
+the same inputs with rounded ones, for its three products; then all layers run once more with every GEMM rounded, and the
+gradients of their parameters are compared. Errors are relative in the Frobenius norm against fp32. bf16 inputs are shown
+beside, the error that training lives with today.
+
+A machine affords about `SECONDS` and half of its free memory: tokens come first, up to `MOST_TOKENS`, then layers.
 """
 
 import torch
@@ -15,12 +17,14 @@ from bmoe.data.packing import Batch
 from bmoe.data.sampler import Position
 from bmoe.model.transformer import Transformer, Vocabulary
 from bmoe.precision.emulate import KINDS, EmulatedProduct, emulate
+from bmoe.profiling.ceilings import available_gib
 from bmoe.recipe import HighPrecisionSection, Recipe
 
 MOST_TOKENS = 2048
 FEWEST_TOKENS = 256
 SECONDS = 15.0
 PASSES = 14  # forward products that the comparison costs, all told
+COPIES = 4  # of the weights in fp32: they, their gradients, both gradients that are compared
 
 
 def error(got: Tensor, exact: Tensor) -> float:
@@ -82,10 +86,11 @@ class _Compare:
         return found
 
 
-def _one_layer(recipe: Recipe, vocabulary: Vocabulary, device: torch.device) -> Transformer:
+def _some_layers(recipe: Recipe, layers: int, vocabulary: Vocabulary, device: torch.device) -> Transformer:
+    """The recipe's model, or `layers` layers of it, which then all have experts if it has any."""
     model = recipe.model
-    moe = model.moe.model_copy(update={"dense_layers": 0}) if model.moe else None
-    section = model.model_copy(update={"layers": 1, "moe": moe})
+    moe = model.moe.model_copy(update={"dense_layers": 0}) if model.moe and layers < model.layers else model.moe
+    section = model.model_copy(update={"layers": layers, "moe": moe})
     backend = recipe.backend.model_copy(update={"experts": "grouped", "attention": "sdpa", "compile": False, "recompute": "none"})
     with device:
         built = Transformer(section, vocabulary, backend)
@@ -101,54 +106,82 @@ def _gradients(model: nn.Module, batch: Batch) -> tuple[float, dict[str, Tensor]
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def affordable_tokens(recipe: Recipe, tflops: float) -> int:
-    """Token slots whose comparison takes at most about `SECONDS` at `tflops`, between 256 and 2,048."""
+def affordable(recipe: Recipe, tflops: float, free_gib: float) -> tuple[int, int]:
+    """(token slots, layers) whose comparison takes at most about `SECONDS` at `tflops`, and half of `free_gib`."""
     moe, D = recipe.model.moe, recipe.model.width
-    hidden = moe.top_k * moe.expert_width if moe else 4 * D
-    per_token = PASSES * 2 * (3 * D * hidden + 4 * D * D)
+    visited, stored = (moe.top_k * moe.expert_width, moe.experts * moe.expert_width) if moe else (4 * D, 4 * D)
+    per_token = PASSES * 2 * (3 * D * visited + 4 * D * D) / (tflops * 1e12)
     tokens = FEWEST_TOKENS
-    while tokens < MOST_TOKENS and 2 * tokens * per_token / (tflops * 1e12) < SECONDS:
+    while tokens < MOST_TOKENS and 2 * tokens * per_token < SECONDS:
         tokens *= 2
-    return min(tokens, recipe.data.tokens_per_batch)
+    tokens = min(tokens, recipe.data.tokens_per_batch)
+    layer_gib = COPIES * 4 * (3 * D * stored + 4 * D * D) / 2**30
+    layers = int(min(SECONDS / (tokens * per_token), free_gib / 2 / layer_gib))
+    return tokens, max(1, min(recipe.model.layers, layers))
+
+
+def _mean(layers: list[dict]) -> dict:
+    """Mean over layers of {GEMM: {product: error}}."""
+    return {
+        gemm: {product: sum(layer[gemm][product] for layer in layers) / len(layers) for product in layers[0][gemm]} for gemm in layers[0]
+    }
+
+
+def over_layers(gradients: dict[str, float]) -> dict[str, dict]:
+    """Name, with * for the layer -> {mean, worst, layer: of the worst, counted from 1, or None outside the layers}."""
+    found: dict[str, list[tuple[float, int | None]]] = {}
+    for name, value in gradients.items():
+        first, _, rest = name.partition(".")
+        number, _, rest = rest.partition(".")
+        inside = first == "blocks"
+        found.setdefault(f"blocks.*.{rest}" if inside else name, []).append((value, int(number) + 1 if inside else None))
+    return {
+        name: {"mean": sum(value for value, _ in values) / len(values), "worst": max(values)[0], "layer": max(values)[1]}
+        for name, values in found.items()
+    }
 
 
 def emulated(recipe: Recipe, shards, device: torch.device, tflops: float) -> dict:
     """Errors of the recipe's precision, by emulation. `tflops`: what this device reaches in fp32 products."""
-    kind, label = recipe.precision.kind, f"one of {recipe.model.layers} layers, initial weights"
+    kind = recipe.precision.kind
     if kind not in KINDS:
         return {"label": f"{kind} is not emulated: its scales depend on the steps before"} if kind.startswith("fp8") else {}
-    tokens = affordable_tokens(recipe, tflops)
+    tokens, layers = affordable(recipe, tflops, available_gib(device))
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, tokens)})})
     crops, _ = next(build_sampler(shards, recipe, recipe.seed, "sequence").batches(Position(0, 0), tokens))
     batch = build_batch(shards, crops, recipe, recipe.seed, slots=tokens).to(device)
     letters = shards.alphabet
-    model = _one_layer(recipe, Vocabulary(letters.size, letters.pad_id, letters.mask_id), device).train()
-    gemms, bf16 = {}, {}
-    compare = None
-    if recipe.model.moe:
-        experts = model.blocks[0].ffn.experts
-        exact_product = experts.matmul
-        experts.matmul = compare = _Compare(exact_product)
+    model = _some_layers(recipe, layers, Vocabulary(letters.size, letters.pad_id, letters.mask_id), device).train()
+    experts = [block.ffn.experts for block in model.blocks if block.is_moe]
+    for module in experts:
+        module.matmul = _Compare(module.matmul)
     loss, exact = _gradients(model, batch)
-    if compare is not None:
+    by_layer, today = [], []
+    for module in experts:
+        compare: _Compare = module.matmul
         names = ("experts gemm 1", "experts gemm 2")
-        gemms = dict(zip(names, compare.errors(EmulatedProduct(kind, exact_product)), strict=True))
-        bf16 = dict(zip(names, compare.errors(_Bf16Product(exact_product)), strict=True))
-        experts.matmul = exact_product
+        by_layer.append(dict(zip(names, compare.errors(EmulatedProduct(kind, compare.product)), strict=True)))
+        today.append(dict(zip(names, compare.errors(_Bf16Product(compare.product)), strict=True)))
+        module.matmul = compare.product
     everything = recipe.precision.emulate_linears or recipe.model.moe is None
-    section = recipe.precision.model_copy(update={"high_precision_layers": HighPrecisionSection(), "emulate_linears": everything})
+    kept = recipe.precision.high_precision_layers if layers == recipe.model.layers else HighPrecisionSection()
+    section = recipe.precision.model_copy(update={"high_precision_layers": kept, "emulate_linears": everything})
     changed = emulate(model, section)
     rounded_loss, rounded = _gradients(model, batch)
+    gradients = {name: error(rounded[name], g) for name, g in exact.items() if float(g.norm()) > 0}
     return {
         "format": kind,
-        "layers": 1,
+        "layers": layers,
         "of_layers": recipe.model.layers,
         "tokens": int(batch.real_tokens),
         "modules": changed,
-        "gemms": gemms,
-        "gemms_bf16": bf16,
-        "gradients": {name: error(rounded[name], g) for name, g in exact.items() if float(g.norm()) > 0},
+        "gemms": _mean(by_layer) if by_layer else {},
+        "gemms_bf16": _mean(today) if today else {},
+        "gemms_by_layer": by_layer,
+        "gradients": gradients,
+        "gradients_over_layers": over_layers(gradients),
         "loss": loss,
         "loss_difference": rounded_loss - loss,
-        "label": f"emulated bit for bit on {label}, {int(batch.real_tokens):,} tokens, fp32 elsewhere; not measured in {kind} hardware",
+        "label": f"emulated bit for bit on {layers} of {recipe.model.layers} layers, initial weights, {int(batch.real_tokens):,} tokens, "
+        f"fp32 elsewhere; not measured in {kind} hardware",
     }

@@ -151,9 +151,9 @@ def _emulated(emulated: dict) -> RenderableType:
             today = emulated["gemms_bf16"][name]
             table.add_row(name, *(f"{errors[p]:.2%} ({today[p]:.2%})" for p in ("fprop", "dgrad", "wgrad")))
         blocks.append(table)
-    table = titled("Relative error of each gradient", "parameter", "error")
-    for name, error in emulated["gradients"].items():
-        table.add_row(name, f"{error:.2%}")
+    table = titled("Relative error of the gradients, over layers", "parameter", "mean", "worst", "in layer")
+    for name, found in emulated["gradients_over_layers"].items():
+        table.add_row(name, f"{found['mean']:.2%}", f"{found['worst']:.2%}", str(found["layer"] or "-"))
     label = f"loss {emulated['loss']:.4f}, difference {emulated['loss_difference']:+.4f}; {emulated['label']}."
     return Group(*blocks, table, notes(label))
 

@@ -6,7 +6,6 @@ conditions, numerics by emulation, and a prediction for named chips.
 """
 
 import gc
-import os
 from collections.abc import Callable
 
 import torch
@@ -29,12 +28,6 @@ SECONDS = 40.0  # for the measured steps; building and marked steps come on top
 WARMUP = {"cuda": 4, "cpu": 1}
 LOOP_STEPS = 3  # of the slowest baseline, unless steps are asked for
 FORMULA = "3 x (2 x active matrix parameters x real tokens + attention as masked) / (step_s x peak), recomputation not counted"
-
-
-def _available_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / memory.GIB
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / memory.GIB
 
 
 def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: float, beside: int = 0) -> Recipe:
@@ -60,7 +53,7 @@ def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: fl
         gib = memory.by_category(small, letters, load)
         twice = gib["activations"] if device.type == "cuda" else 0.0  # marked steps run beside the memory of replayed ones
         peak = gib["peak"] + twice + beside * (gib["weights"] + gib["optimizer"])
-        return seconds * (steps + WARMUP[device.type] + 3) > SECONDS or peak > 0.9 * _available_gib(device)
+        return seconds * (steps + WARMUP[device.type] + 3) > SECONDS or peak > 0.9 * ceilings.available_gib(device)
 
     small = shrunk()
     least = dense + 1 if recipe.model.moe else 1

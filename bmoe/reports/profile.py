@@ -165,13 +165,13 @@ def _emulated(results: dict) -> str:
         [name, *(f"{_percent(errors[k], 2)} ({_percent(found['gemms_bf16'][name][k], 2)})" for k in keys)]
         for name, errors in found["gemms"].items()
     ]
-    gradients = [[name, _percent(error, 2)] for name, error in found["gradients"].items()]
+    gradients = [[name, _percent(e["mean"], 2), _percent(e["worst"], 2), e["layer"]] for name, e in found["gradients_over_layers"].items()]
     text = (
         f"Relative error in the Frobenius norm against fp32; with bf16 inputs in brackets, the error that training lives with today. "
         f"Loss {found['loss']:.4f}, difference {found['loss_difference']:+.4f}; {found['label']}."
     )
     products = table(["product", "forward", "input gradient", "weight gradient"], gemms)
-    return section("Rounding, emulated", products, table(["gradient of", "error"], gradients), text=text)
+    return section("Rounding, emulated", products, table(["gradient of", "mean over layers", "worst", "in layer"], gradients), text=text)
 
 
 def _experts(results: dict) -> str:

@@ -112,6 +112,7 @@ def test_a_precision_that_does_not_run(tmp_path):
     emulated = {
         "gemms": {"experts gemm 1": {"fprop": 0.037, "dgrad": 0.038, "wgrad": 0.039}}, "loss": 3.4,
         "gradients": {"embedding": 0.06},
+        "gradients_over_layers": {"embedding": {"mean": 0.06, "worst": 0.06, "layer": None}},
         "gemms_bf16": {"experts gemm 1": {"fprop": 0.002, "dgrad": 0.002, "wgrad": 0.002}}, "loss_difference": -0.004,
         "label": "emulated bit for bit",
     }  # fmt: skip
