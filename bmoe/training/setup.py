@@ -119,8 +119,6 @@ def why_no_graphs(recipe: Recipe, world: World, experts: str, attention: str) ->
         return "attention by sdpa reads the lengths of the sequences on the host"
     if recipe.precision.emulate:
         return "precision.emulate is for studies, whose steps are not replayed"
-    if recipe.precision.statistics_every:
-        return "precision.statistics_every looks into steps"
     return None
 
 
