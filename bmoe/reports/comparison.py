@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """label: for people. path: keys in the results; its interval is at the same path with `_low` and `_high` added."""
+    """label: for people. path: keys in the results; its interval is at the same path with `_low` and `_high` added. baseline: keys
+    of what is reached without learning."""
 
     label: str
     path: tuple[str, ...]
     lower_is_better: bool = False
     low: tuple[str, ...] | None = None
     high: tuple[str, ...] | None = None
+    baseline: tuple[str, ...] | None = None
 
 
 class Value(NamedTuple):
@@ -23,20 +25,20 @@ class Value(NamedTuple):
 
 
 METRICS = (
-    Metric("perplexity, fully masked", ("perplexity_mask",), True),
+    Metric("perplexity, fully masked", ("perplexity_mask",), True, baseline=("baseline_mask",)),
     Metric("perplexity / baseline, fully masked", ("ratio_mask",), True),
-    Metric("perplexity, training scheme", ("perplexity_8010",), True),
-    Metric("perplexity, next token", ("perplexity",), True),
+    Metric("perplexity, training scheme", ("perplexity_8010",), True, baseline=("baseline_8010",)),
+    Metric("perplexity, next token", ("perplexity",), True, baseline=("baseline",)),
     Metric("perplexity / baseline, next token", ("ratio",), True),
     Metric("pseudo-perplexity", ("pseudo", "pseudo_perplexity"), True, ("pseudo", "low"), ("pseudo", "high")),
-    Metric("mutations, Spearman", ("mutations", "spearman")),
-    Metric("mutations, AUC", ("mutations", "auc")),
-    Metric("contacts, long range P@L", ("contacts", "long", "p_at_l")),
-    Metric("contacts, long range P@L/5", ("contacts", "long", "p_at_l5")),
-    Metric("contacts, medium range P@L", ("contacts", "medium", "p_at_l")),
-    Metric("contacts, short range P@L", ("contacts", "short", "p_at_l")),
-    Metric("secondary structure, accuracy", ("probe", "accuracy")),
-    Metric("secondary structure, 3 states", ("probe", "three_state", "accuracy")),
+    Metric("mutations, Spearman", ("mutations", "spearman"), baseline=("mutations", "blosum62", "spearman")),
+    Metric("mutations, AUC", ("mutations", "auc"), baseline=("mutations", "blosum62", "auc")),
+    Metric("contacts, long range P@L", ("contacts", "long", "p_at_l"), baseline=("contacts", "long", "p_at_l_by_separation")),
+    Metric("contacts, long range P@L/5", ("contacts", "long", "p_at_l5"), baseline=("contacts", "long", "p_at_l5_by_separation")),
+    Metric("contacts, medium range P@L", ("contacts", "medium", "p_at_l"), baseline=("contacts", "medium", "p_at_l_by_separation")),
+    Metric("contacts, short range P@L", ("contacts", "short", "p_at_l"), baseline=("contacts", "short", "p_at_l_by_separation")),
+    Metric("secondary structure, accuracy", ("probe", "accuracy"), baseline=("probe", "majority")),
+    Metric("secondary structure, 3 states", ("probe", "three_state", "accuracy"), baseline=("probe", "three_state", "majority")),
     Metric("generated, perplexity", ("generation", "perplexity"), True),
 )
 
@@ -44,14 +46,23 @@ METRICS = (
 def value(results: dict, metric: Metric) -> Value:
     """The metric in the results of one model."""
 
-    def at(path: tuple[str, ...] | None, ending: str) -> float | None:
-        path = path or (*metric.path[:-1], metric.path[-1] + ending)
-        found = results
-        for key in path:
-            found = found.get(key) if isinstance(found, dict) else None
-        return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+    def end(path: tuple[str, ...] | None, ending: str) -> float | None:
+        return _at(results, path or (*metric.path[:-1], metric.path[-1] + ending))
 
-    return Value(at(None, ""), at(metric.low, "_low"), at(metric.high, "_high"))
+    return Value(_at(results, metric.path), end(metric.low, "_low"), end(metric.high, "_high"))
+
+
+def without_learning(runs: dict[str, dict], metric: Metric) -> float | None:
+    """The baseline that all models share; None if there is none, or if they were judged on other data."""
+    found = {_at(results, metric.baseline) for results in runs.values()} if metric.baseline else {None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _at(results: dict, path: tuple[str, ...]) -> float | None:
+    found = results
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
 
 
 def rows(runs: dict[str, dict]) -> list[tuple[Metric, list[Value]]]:

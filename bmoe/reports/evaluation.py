@@ -48,11 +48,13 @@ def named(results: list[dict]) -> dict[str, dict]:
 def _key_numbers(results: dict) -> list[tuple[str, str]]:
     """The metrics of the comparison that this model has, the first six."""
     found = comparison.rows({"": results})[:6]
-    return [(number(values[0].value), _described(metric.label, values[0])) for metric, values in found]
-
-
-def _described(label: str, value: comparison.Value) -> str:
-    return label if value.low is None or value.high is None else f"{label}; 95 % interval {number(value.low)} to {number(value.high)}"
+    described = []
+    for metric, (value,) in found:
+        text, trivial = metric.label, comparison.without_learning({"": results}, metric)
+        text += "" if value.low is None or value.high is None else f"; 95 % interval {number(value.low)} to {number(value.high)}"
+        text += "" if trivial is None else f"; without learning {number(trivial)}"
+        described.append((number(value.value), text))
+    return described
 
 
 def _parts(results: dict, level: int) -> list[str]:
@@ -68,14 +70,16 @@ def _comparison(runs: dict[str, dict]) -> str:
     for metric, values in found:
         known = [v.value for v in values if v.value is not None]
         best = min(known) if metric.lower_is_better else max(known)
-        body.append([metric.label, *(with_interval(*v) + (" *" if v.value == best and len(known) > 1 else "") for v in values)])
+        marked = (with_interval(*v) + (" *" if v.value == best and len(known) > 1 else "") for v in values)
+        body.append([metric.label, *marked, comparison.without_learning(runs, metric)])
         if len(known) > 1 and all(v.low is not None for v in values):
             charts.append(interval_chart(metric.label, list(runs), [v.value for v in values], [(v.low, v.high) for v in values]))
     text = (
         "Values with their 95 % bootstrap interval; * is the best of its row. Each interval is of one model by itself: where two overlap, "
-        "look at the paired ratio or difference. Perplexities compare only models evaluated on the same split and alphabet."
+        "look at the paired ratio or difference. Without learning: the composition of the residues, BLOSUM62, the most frequent class, "
+        "nearest pairs first. Perplexities compare only models evaluated on the same split and alphabet."
     )
-    return section("Side by side", table(["metric", *runs], body), _paired(runs), grid(*charts), text=text)
+    return section("Side by side", table(["metric", *runs, "without learning"], body), _paired(runs), grid(*charts), text=text)
 
 
 def _paired(runs: dict[str, dict]) -> str:

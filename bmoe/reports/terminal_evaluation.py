@@ -34,8 +34,11 @@ def _table(title: str, head: list[str], rows: list[list[object]]) -> Table:
 
 
 def _comparison(runs: dict[str, dict]) -> Table:
-    rows = [[metric.label, *(with_interval(*value) for value in values)] for metric, values in comparison.rows(runs)]
-    return _table("side by side (95 % interval)", ["metric", *runs], rows)
+    rows = [
+        [metric.label, *(with_interval(*value) for value in values), comparison.without_learning(runs, metric)]
+        for metric, values in comparison.rows(runs)
+    ]  # fmt: skip
+    return _table("side by side (95 % interval)", ["metric", *runs, "without learning"], rows)
 
 
 def _perplexity(found: dict) -> Group:

@@ -48,6 +48,7 @@ def test_one_model_with_everything(tmp_path, make_results):
     assert {"Measured effect and score", "1A8O_A:A, 66 residues", "Accuracy by layer, 3 states", "Expert and residue",
             "Experts of layer 4 by secondary structure", "Load of each expert"} <= set(titles)  # fmt: skip
     for words in (
+        "without learning 18.12",
         "Homo sapiens",
         "BLOSUM62, without a model",
         "0.3000 (0.2700 to 0.3300)",
@@ -91,6 +92,11 @@ def test_comparison_reads_values_and_intervals(make_results):
     found = {metric.label: values[0] for metric, values in comparison.rows({"a": make_results()})}
     assert found["mutations, Spearman"] == pytest.approx((0.3, 0.27, 0.33))
     assert found["pseudo-perplexity"] == (16.9, 16.7, 17.1)
+    metric = next(m for m in comparison.METRICS if m.label == "secondary structure, accuracy")
+    other = make_results()
+    other["probe"]["majority"] = 0.4
+    assert comparison.without_learning({"a": make_results(), "b": make_results()}, metric) == 0.33
+    assert comparison.without_learning({"a": make_results(), "b": other}, metric) is None  # judged on other data
     assert found["mutations, AUC"].low is None and "perplexity, next token" not in found
     assert found["secondary structure, 3 states"].value == 0.48
 
