@@ -34,7 +34,7 @@ from bmoe.errors import RequestError, RunError
 from bmoe.jobs.profile import build
 from bmoe.jobs.stepping import step_of
 from bmoe.parallel.world import World
-from bmoe.profiling import chips, compare, footprint, measure, memory, predict, profile
+from bmoe.profiling import chips, compare, measure, memory, predict, profile
 from bmoe.profiling.estimate import expected_load, open_data, with_values
 from bmoe.profiling.measure import Subject
 from bmoe.recipe import Recipe
@@ -45,7 +45,7 @@ SHAPES = {
     "protein_moe_fine, 6 layers": "protein_moe_fine model.layers=6 data.tokens_per_batch=16384",
     "genome_mixtral, 8 layers": "genome_mixtral model.layers=8 data.tokens_per_batch=16384",
     "encoder 12 x 1024, F 2816": "esm2_moe model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816 "
-    "data.tokens_per_batch=32768",
+    "data.tokens_per_batch=16384",
     "encoder 4 x 2048, F 5632": "esm2_moe model.layers=4 model.width=2048 model.heads=32 model.moe.expert_width=5632 "
     "data.tokens_per_batch=16384",
 }
@@ -73,15 +73,20 @@ class Worker:
 
     def _build(self, precision: str, recompute: str, compiled: bool) -> Subject:
         self.subject = self.take = None
-        gc.collect()
+        self._release()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         recipe = load(self.shape, precision, recompute, compiled)
         self.shards, _ = open_data(recipe)
         self.subject = build(recipe, self.device)
         self.take = step_of(self.subject, World(self.device))
         return self.subject
+
+    def _release(self) -> None:
+        """Give unused memory back: the other shapes' processes use the same GPU."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def memory(self, precision: str, recompute: str, compiled: bool) -> dict:
         """GiB in closed form and by the allocator: over everything so far, and over two steps after the first."""
@@ -91,14 +96,12 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         measured = self._steps_peak(2)
-        counted, _ = footprint.by_category(subject, self.shards, self.device)
         recipe = subject.recipe
         sizes = memory.by_category(recipe, self.shards.alphabet.size, expected_load(recipe, self.shards))
         return {
             "experts": recipe.backend.experts,
             "attention": recipe.backend.attention,
             "replayed": recipe.backend.graphs is True,
-            "measured": counted,
             "predicted": sizes,
             "measured_peak": measured,
             "first_step_peak": first,
@@ -134,6 +137,7 @@ class Worker:
     def parts(self) -> dict:
         """Measured parts of the model in hand, as `bmoe profile` marks them (blocks uncompiled)."""
         found = measure.parts(self.subject, self.shards, self.device, 2)
+        self._release()
         return {name: {key: part[key] for key in ("forward_s", "backward_s")} for name, part in found.items()}
 
     def overhead(self, steps: int, blocks: int) -> dict:
