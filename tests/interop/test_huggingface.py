@@ -83,24 +83,26 @@ def test_logits_equal_and_round_trip_is_bitwise(shape, make, sequences, tmp_path
         assert weights[name].dtype == value.dtype and torch.equal(weights[name], value), name
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "encoder MoE", "encoder, every option"])
+@pytest.mark.parametrize("name", ["Mixtral", "encoder MoE", "encoder, every option", "dense ESM-2 shape", "dense decoder"])
 def test_bf16_logits_stay_near(name, make, sequences, tmp_path):
-    """Weights rounded to bf16, each side computing in bf16: a fraction of the rows may route otherwise."""
+    """Theirs computes in bf16, ours in fp32 with the same weights: logits of a position within 2e-2 of their norm in the middle and
+    3e-2 for nine of ten; of a position that routes otherwise nothing is said."""
     model, recipe, names = make(**SHAPES[name])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     export(model, recipe, tmp_path / "out", names)
     other = load(tmp_path / "out", recipe.model, dtype=torch.bfloat16)
-    row = tokens(names, sequences[0])
+    rows = [tokens(names, text) for text in sequences[:3]]
     with torch.no_grad():
-        theirs = other(input_ids=row[None]).logits[0].float()
-    ours = model(**pack([row])).logits
+        theirs = torch.cat([other(input_ids=row[None]).logits[0].float() for row in rows])
+    ours = model(**pack(rows)).logits
     error = (theirs - ours).norm(dim=1) / ours.norm(dim=1)
-    assert error.median() < 2e-2
+    assert error.median() < 2e-2 and error.quantile(0.9) < 3e-2
     if recipe.model.kind == "encoder":
         kept = {n for n, t in other.state_dict().items() if t.dtype == torch.float32}
-        assert all("router" in n or "rotary" in n for n in kept) and any("router.weight" in n for n in kept)
+        assert all("router" in n or "rotary" in n for n in kept)
+        assert any("router.weight" in n for n in kept) == (recipe.model.moe is not None)
         assert other.bmoe.rotary.inverse_frequency.dtype == torch.float32
 
 
