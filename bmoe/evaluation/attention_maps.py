@@ -41,8 +41,8 @@ def attention_maps(model: nn.Module, sequences: Iterable[np.ndarray], slots: int
 
 def _probabilities(q_nHd: Tensor, k_nGd: Tensor, causal: bool) -> Tensor:
     wide = torch.promote_types(q_nHd.dtype, torch.float32)
-    q, k = q_nHd.to(wide), k_nGd.to(wide).repeat_interleave(q_nHd.shape[1] // k_nGd.shape[1], dim=1)
-    scores_Hnn = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    q, k = q_nHd.to(wide) / q_nHd.shape[-1] ** 0.5, k_nGd.to(wide).repeat_interleave(q_nHd.shape[1] // k_nGd.shape[1], dim=1)
+    scores_Hnn = torch.einsum("qhd,khd->hqk", q, k)
     if causal:
         later = torch.ones(scores_Hnn.shape[1:], dtype=torch.bool, device=scores_Hnn.device).triu(1)
         scores_Hnn = scores_Hnn.masked_fill(later, float("-inf"))

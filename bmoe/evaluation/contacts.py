@@ -71,21 +71,22 @@ def pair_features(
     fits = 4 * heads * sum(chosen[0].size for chosen in pairs) <= FITTING
     home = device if fits else torch.device("cpu")
     maps = attention_maps(model, tokens, slots, device)
-    return [_at(contact_features(found), *chosen[:2]).to(home) for found, chosen in zip(maps, pairs, strict=True)]
+    return [features_at(found, *chosen[:2]).to(home) for found, chosen in zip(maps, pairs, strict=True)]
 
 
-def contact_features(maps_Ann: Tensor) -> Tensor:
-    """Attention maps with specials [A, n + 2, n + 2] to features [A, n, n]: symmetrised, average product corrected."""
-    inner = maps_Ann[:, 1:-1, 1:-1]
-    both = inner + inner.transpose(1, 2)
-    row, column, total = both.sum(2, keepdim=True), both.sum(1, keepdim=True), both.sum((1, 2), keepdim=True)
-    return both - row * column / total
+def features_at(maps_Ann: Tensor, i: np.ndarray, j: np.ndarray) -> Tensor:
+    """Features of residue pairs, fp32 [P, A], from attention maps with specials [A, n + 2, n + 2].
 
-
-def _at(features_Ann: Tensor, i: np.ndarray, j: np.ndarray) -> Tensor:
-    """Features of the pairs, fp32 [P, A]."""
-    where_P = torch.from_numpy(i * features_Ann.shape[2] + j).to(features_Ann.device)
-    return features_Ann.flatten(1).index_select(1, where_P).T.float().contiguous()
+    With S = M + M^T of the inner map M, and sums r over a row of S, t over all of it: S_ij - r_i r_j / t, the average product
+    correction. S itself is never formed: only the pairs asked for are gathered, and r is the sum of M's rows and columns.
+    """
+    inner_Ann = maps_Ann[:, 1:-1, 1:-1]
+    sums_An = inner_Ann.sum(2) + inner_Ann.sum(1)
+    i_P, j_P = torch.from_numpy(np.stack([i, j])).to(maps_Ann.device)
+    side, flat_AQ = maps_Ann.shape[2], maps_Ann.flatten(1)
+    both_AP = flat_AQ.index_select(1, (i_P + 1) * side + j_P + 1) + flat_AQ.index_select(1, (j_P + 1) * side + i_P + 1)
+    expected_AP = sums_An.index_select(1, i_P) * sums_An.index_select(1, j_P) / sums_An.sum(1, keepdim=True)
+    return (both_AP - expected_AP).T.float().contiguous()
 
 
 def known_pairs(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

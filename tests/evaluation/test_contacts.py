@@ -41,8 +41,9 @@ def test_features_equal_the_contact_head_of_hugging_face():
     sequences = [wrap(letters, letters.encode(s)) for s in (b"MKTAYIAKQRQISFVKSHF", b"MSIQHFRVAL", b"GGGSLLKKEWYC")]
     regression = theirs.esm.contact_head.regression
     for tokens, maps in zip(sequences, attention_maps(model.eval(), sequences, 24, CPU), strict=True):
-        ours = contacts.contact_features(maps)
-        ours = torch.sigmoid(torch.einsum("aij,a->ij", ours, regression.weight[0]) + regression.bias)
+        i, j = np.indices((len(tokens) - 2,) * 2).reshape(2, -1)
+        ours = contacts.features_at(maps, i, j).view(len(tokens) - 2, len(tokens) - 2, -1)
+        ours = torch.sigmoid(ours @ regression.weight[0] + regression.bias)
         row = torch.from_numpy(tokens)[None]
         with torch.no_grad():
             expected = theirs.predict_contacts(row, torch.ones_like(row))[0]
