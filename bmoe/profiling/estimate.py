@@ -43,8 +43,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
     """Chip -> predicted step and memory, for every chip (or `only`) whose hardware has the precision."""
     load, vocabulary, found = expected_load(recipe, shards), shards.alphabet.size, {}
     for chip in [chips.find(only)] if only else chips.CHIPS.values():
-        needs = conditions.NEEDS.get(recipe.precision.kind)
-        if needs and not needs.lowest <= chip.capability < needs.below:
+        if lacks(recipe, chip):
             continue
         result = predict.step(recipe, vocabulary, load, chip, world)
         sizes = memory.by_category(recipe, vocabulary, load, world, chip)
@@ -58,6 +57,17 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
             "bottleneck": bottleneck(_whole(result), result["batches_per_step"]),
         }
     return found
+
+
+def lacks(recipe: Recipe, chip: chips.Chip) -> str | None:
+    """Why a chip has no prediction for the recipe's precision, and what to do; None if its hardware has it."""
+    kind = recipe.precision.kind
+    needs = conditions.NEEDS.get(kind)
+    if not needs or needs.lowest <= chip.capability < needs.below:
+        return None
+    able = [other.name for other in chips.CHIPS.values() if needs.lowest <= other.capability < needs.below]
+    here = f"{chip.name} has no {kind} (compute capability {conditions.dotted(chip.capability)}; it needs {needs.chip})"
+    return f"{here}: use {' or '.join(able)}, or another precision.kind"
 
 
 def _whole(step: dict) -> dict[str, dict]:
@@ -78,4 +88,8 @@ def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
     for name, entry in predicted.items():
         entry["largest_tokens_per_batch"] = fit.largest_batch(recipe, vocabulary, load, world, chips.find(name))
         entry["advice"] = fit.advice(recipe, vocabulary, load, world, chips.find(name))
-    return {"world": world, "memory": sizes, "predicted": predicted, "data": source, "label": "predicted from shapes, not measured"}
+    asked = [chips.find(chip)] if chip else list(chips.CHIPS.values())
+    return {
+        "world": world, "memory": sizes, "predicted": predicted, "data": source, "label": "predicted from shapes, not measured",
+        "lacking": [sentence for one in asked if (sentence := lacks(recipe, one))],
+    }  # fmt: skip

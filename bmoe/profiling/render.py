@@ -224,7 +224,8 @@ def estimate(results: dict) -> RenderableType:
         largest = chip["largest_tokens_per_batch"]
         fits = f"fits {name}; the largest data.tokens_per_batch that does is {largest:,}" if chip["fits"] else f"does not fit {name}: "
         lines.append(fits + "; or ".join(chip["advice"]))
-    return Group(memory, Text(), _predicted(results["predicted"]), Text(), Text("\n".join(lines)), notes(f"{results['label']}."))
+    speed = [_predicted(results["predicted"]), Text()] if results["predicted"] else []
+    return Group(memory, Text(), *speed, Text("\n".join([*lines, *results["lacking"]])), notes(f"{results['label']}."))
 
 
 def comparison(results: dict) -> RenderableType:

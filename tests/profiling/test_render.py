@@ -40,6 +40,17 @@ def test_an_estimate_that_does_not_fit_says_what_to_change(recipe_of):
     assert "does not fit h100" in shown and "data.tokens_per_batch" in shown and "backend.recompute" in shown
 
 
+def test_a_chip_without_the_precision_is_said(recipe_of):
+    recipe = recipe_of(precision={"kind": "mxfp8"})
+    alone = estimate(recipe, chip="h100")
+    assert alone["predicted"] == {} and len(alone["lacking"]) == 1
+    shown = text(render.estimate(alone))
+    assert "h100 has no mxfp8" in shown and "use b200 or gb200" in shown and "Memory of one of 1 GPUs" in shown
+    both = text(render.estimate(estimate(recipe)))
+    assert "fits b200" in both and "h200 has no mxfp8" in both
+    assert estimate(recipe_of(precision={"kind": "bf16"}))["lacking"] == []
+
+
 @pytest.mark.parametrize("value, shown", [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-5, "40 us"), (None, "-"), (5000.0, "5,000 s")])
 def test_times_are_read_in_their_unit(value, shown):
     assert render.seconds(value) == shown
