@@ -40,12 +40,17 @@ def expected_load(recipe: Recipe, shards) -> Load:
 
 
 def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: str | None = None) -> dict[str, dict]:
-    """Chip -> predicted step and memory, for every chip (or `only`) whose hardware has the precision."""
+    """Chip -> predicted step and memory, for every chip (or `only`) whose hardware has the precision.
+
+    An emulated precision runs everywhere: its products at the speed of bf16, its rounding passes not counted, which the label says.
+    """
     load, vocabulary, found = expected_load(recipe, shards), shards.alphabet.size, {}
     for chip in [chips.find(only)] if only else chips.CHIPS.values():
         if lacks(recipe, chip):
             continue
-        result = predict.step(recipe, vocabulary, load, chip, world)
+        result = predict.step(_as_computed(recipe), vocabulary, load, chip, world) | {"precision": recipe.precision.kind}
+        if recipe.precision.emulate:
+            result["label"] += "; the passes that emulate rounding are not counted"
         sizes = memory.by_category(recipe, vocabulary, load, world, chip)
         bf16 = predict.step(with_values(recipe, "precision", kind="bf16"), vocabulary, load, chip, world)["step_s"]
         found[chip.name] = result | {
@@ -59,11 +64,18 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
     return found
 
 
+def _as_computed(recipe: Recipe) -> Recipe:
+    """The recipe in the precision of its arithmetic: an emulated one multiplies in bf16, by its own experts."""
+    if not recipe.precision.emulate:
+        return recipe
+    return with_values(memory.on_a_gpu(recipe), "precision", kind="bf16", emulate=False)
+
+
 def lacks(recipe: Recipe, chip: chips.Chip) -> str | None:
     """Why a chip has no prediction for the recipe's precision, and what to do; None if its hardware has it."""
     kind = recipe.precision.kind
     needs = conditions.NEEDS.get(kind)
-    if not needs or needs.lowest <= chip.capability < needs.below:
+    if recipe.precision.emulate or not needs or needs.lowest <= chip.capability < needs.below:
         return None
     able = [other.name for other in chips.CHIPS.values() if needs.lowest <= other.capability < needs.below]
     here = f"{chip.name} has no {kind} (compute capability {conditions.dotted(chip.capability)}; it needs {needs.chip})"

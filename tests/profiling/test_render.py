@@ -51,6 +51,15 @@ def test_a_chip_without_the_precision_is_said(recipe_of):
     assert estimate(recipe_of(precision={"kind": "bf16"}))["lacking"] == []
 
 
+def test_an_emulated_precision_runs_on_every_chip_at_the_speed_of_bf16(recipe_of):
+    emulated = estimate(recipe_of(precision={"kind": "mxfp8", "emulate": True}))
+    plain = estimate(recipe_of(precision={"kind": "bf16"}, backend={"experts": "grouped"}))
+    assert emulated["lacking"] == [] and set(emulated["predicted"]) == {"h100", "h200", "b200", "gb200"}
+    for name, chip in emulated["predicted"].items():
+        assert chip["precision"] == "mxfp8" and chip["step_s"] == plain["predicted"][name]["step_s"]
+        assert "emulate rounding are not counted" in chip["label"]
+
+
 @pytest.mark.parametrize("value, shown", [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-5, "40 us"), (None, "-"), (5000.0, "5,000 s")])
 def test_times_are_read_in_their_unit(value, shown):
     assert render.seconds(value) == shown
