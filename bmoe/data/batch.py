@@ -14,7 +14,7 @@ from bmoe.data.alphabet import DNA_LETTERS, Alphabet
 from bmoe.data.blocks import Piece
 from bmoe.data.clusters import Clusters
 from bmoe.data.compiled import compiled
-from bmoe.data.fasta import Records
+from bmoe.data.fasta import Records, Text, first_word
 from bmoe.data.hashing import hashes, split_of
 from bmoe.data.options import PrepareOptions
 from bmoe.data.summary import EMPTY, INTERNAL_STOP, INVALID, NOTES, REASONS, TOO_LONG, TOO_SHORT, Note, Refused, Summary
@@ -27,20 +27,6 @@ COUNTS = {
     "lower_case": fasta.LOWER_CASE,
     "glued_headers": fasta.GLUED_HEADER,
 }
-
-
-class Text(NamedTuple):
-    """Texts in a buffer: bytes[start:end] for each."""
-
-    bytes: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-
-    def of(self, rows: np.ndarray) -> "Text":
-        return Text(self.bytes, self.start[rows], self.end[rows])
-
-    def __getitem__(self, row: int) -> bytes:
-        return self.bytes[self.start[row] : self.end[row]].tobytes()
 
 
 class Batch(NamedTuple):
@@ -96,7 +82,7 @@ class Builder:
         if piece.continued or piece.open:
             if self.options.dna:
                 return self._fragment(records, reasons, piece, summary, carry)
-            carry = Carry(records.header(0), 0, records.ids[:0], None)
+            carry = Carry(records.headers[0], 0, records.ids[:0], None)
         return (self._dna if self.options.dna else self._whole)(records, reasons, summary), carry
 
     def _judge(self, records: Records, piece: Piece, summary: Summary) -> np.ndarray:
@@ -151,7 +137,7 @@ class Builder:
 
     def _whole(self, records: Records, reasons: np.ndarray, summary: Summary) -> Batch:
         start, end, line = records.bounds[:-1], records.bounds[1:], records.line
-        headers = Text(records.headers, records.header_bounds[:-1], records.header_bounds[1:])
+        headers = records.headers
         cluster_of = self._clusters_of(records, summary.letters)
         summary.record = np.arange(line.size)
         if reasons.any():
@@ -188,7 +174,7 @@ class Builder:
         record = np.flatnonzero(kept & ~divided)
         start, end = bounds[record], bounds[record + 1]
         split = self._split(self._strand_hashes(ids, start, end) if cluster_of is None else cluster_of[record].view(np.uint64))
-        headers = Text(records.headers, records.header_bounds[record], records.header_bounds[record + 1])
+        headers = records.headers.of(record)
         cut = [(r, part) for r in np.flatnonzero(kept & divided).tolist() for part in self._parts(records, r, cluster_of, summary)]
         if cut:
             record = np.append(record, [r for r, _ in cut])
@@ -197,7 +183,7 @@ class Builder:
             start = np.append(start, np.add(begins, [part.start for _, part in cut]))[order]
             end = np.append(end, np.add(begins, [part.end for _, part in cut]))[order]
             split = np.append(split, np.array([part.split for _, part in cut], np.uint8))[order]
-            headers = _more(headers, [_named(records.header(r), part.start, part.end) for r, part in cut]).of(order)
+            headers = _more(headers, [_named(records.headers[r], part.start, part.end) for r, part in cut]).of(order)
             record = record[order]
         return self._dna_finish(summary, records, ids, records.lower, start, end, split, record, headers, cluster_of)
 
@@ -214,7 +200,7 @@ class Builder:
         """A piece of one long record: emit the regions whose neighbours are known, carry the rest."""
         cluster_of = self._clusters_of(records, {} if piece.continued else summary.letters)
         if carry is None or not piece.continued:
-            carry = Carry(records.header(0), int(records.line[0]), records.ids[:0], None)
+            carry = Carry(records.headers[0], int(records.line[0]), records.ids[:0], None)
         ids = np.concatenate([carry.ids, records.ids])
         lower = None
         if carry.lower is not None or records.lower is not None:
@@ -298,6 +284,8 @@ def _note(summary: Summary, records: Records, rows: np.ndarray, reason: str, num
 
 def _more(texts: Text, others: list[bytes]) -> Text:
     """Texts and more of them."""
+    if not texts.start.size:
+        texts = Text(texts.bytes[:0], texts.start, texts.end)
     bounds = texts.bytes.size + np.cumsum([0, *map(len, others)])
     joined = np.append(texts.bytes, np.frombuffer(b"".join(others), np.uint8))
     return Text(joined, np.append(texts.start, bounds[:-1]), np.append(texts.end, bounds[1:]))
@@ -305,9 +293,8 @@ def _more(texts: Text, others: list[bytes]) -> Text:
 
 def _named(header: bytes, start: int, end: int) -> bytes:
     """The header of bases start..end (from 0, end excluded) of a record."""
-    words = header.split(None, 1)
-    name = b"%s:%d-%d" % (words[0] if words else b"", start + 1, end)
-    return b" ".join([name, *words[1:]])
+    name = b"%s:%d-%d" % (first_word(header), start + 1, end)
+    return b" ".join([name, *header.split(None, 1)[1:]])
 
 
 def _runs(lower, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -347,4 +334,4 @@ _SHOWN = bytes(ord("?") if byte < 32 or byte == 127 else byte for byte in range(
 
 def duplicate_notes(batch: Batch, rows: np.ndarray) -> list[Note]:
     """Notes for the log about sequences that are duplicates."""
-    return [Note(int(batch.line[r]), _text((batch.headers[r].split(None, 1) or [b""])[0]), "duplicate") for r in rows[:NOTES].tolist()]
+    return [Note(int(batch.line[r]), _text(first_word(batch.headers[r])), "duplicate") for r in rows[:NOTES].tolist()]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bmoe.errors import RequestError
 
-TARGET = 4 << 20  # enough that what Python does for each block hardly counts
+TARGET = 2 << 20  # enough that what Python does for each block hardly counts
 FRAGMENT = 1 << 20
 LIMIT = 32 << 20  # more than TARGET plus the largest chunk of a stream
 BOM = b"\xef\xbb\xbf"

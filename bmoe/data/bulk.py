@@ -13,7 +13,7 @@ from bmoe.data.compiled import compiled, load64, store64
 from bmoe.data.digests import Digest
 
 PARTIAL = ".partial"  # ending of a file that is not whole yet
-HASHING = 8  # buffers written, not hashed
+HASHING = 4  # buffers written, not hashed
 _U = np.uint64
 
 

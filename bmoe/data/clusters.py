@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from bmoe.data.compression import decompressed, kind_of
-from bmoe.data.fasta import Records
+from bmoe.data.fasta import Records, first_word
 from bmoe.data.hashing import name_hashes
 from bmoe.data.options import UNIREF
 from bmoe.errors import RequestError
@@ -37,7 +37,7 @@ class Clusters:
     def of(self, records: Records, counts: dict[str, int]) -> np.ndarray:
         """Cluster of each record as int64 [R]."""
         if self._member is None:
-            return name_hashes([_uniref(records.header(r)) for r in range(records.line.size)]).view(np.int64)
+            return name_hashes([_uniref(records.headers[r]) for r in range(records.line.size)]).view(np.int64)
         found = records.identifier.copy()  # alone, unless the table knows it
         known = self._look_up(records.identifier, found)
         rows = np.flatnonzero(~known).tolist()
@@ -66,7 +66,7 @@ def _uniref(header: bytes) -> bytes:
     if found:
         return found.group()
     found = _REPRESENTATIVE.search(header)
-    return found.group(1) if found else (header.split(None, 1) or [b""])[0]
+    return found.group(1) if found else first_word(header)
 
 
 def load(name: str) -> tuple[np.ndarray, np.ndarray]:

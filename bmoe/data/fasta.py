@@ -46,7 +46,7 @@ class Records(NamedTuple):
 
     ids: token ids (or base ids), uint8, record after record. bounds: where each begins in ids, and the end, int64 [R+1].
     lower: which ids were lower case, bool, or None if none was.
-    headers: header texts, uint8, record after record. header_bounds: int64 [R+1]. identifier: hash of the first word, uint64 [R] (0: none).
+    headers: texts of the headers, in the block. identifier: hash of the first word of each, uint64 [R] (0: none).
     line: line of the header within the block, from 0, int64 [R]. lines: number of line ends.
     odd: int32 [R, 7], what was found in each record, or None if nothing was: gaps; `*` at the end (removed); letters in lower
     case; other `*`; letters outside the alphabet; the same with gaps that count as such; 1 for a header that looks glued.
@@ -55,19 +55,35 @@ class Records(NamedTuple):
     ids: np.ndarray
     bounds: np.ndarray
     lower: np.ndarray | None
-    headers: np.ndarray
-    header_bounds: np.ndarray
+    headers: "Text"
     identifier: np.ndarray
     line: np.ndarray
     lines: int
     odd: np.ndarray | None
 
-    def header(self, record: int) -> bytes:
-        return self.headers[self.header_bounds[record] : self.header_bounds[record + 1]].tobytes()
-
     def name(self, record: int) -> bytes:
         """Its identifier."""
-        return (self.header(record).split(None, 1) or [b""])[0]
+        return first_word(self.headers[record])
+
+
+class Text(NamedTuple):
+    """Texts in a buffer (uint8): bytes[start:end] for each."""
+
+    bytes: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+    def of(self, rows: np.ndarray) -> "Text":
+        """Some of them."""
+        return Text(self.bytes, self.start[rows], self.end[rows])
+
+    def __getitem__(self, row: int) -> bytes:
+        return self.bytes[self.start[row] : self.end[row]].tobytes()
+
+
+def first_word(text: bytes) -> bytes:
+    """Up to the first blank; empty where there is none."""
+    return (text.split(None, 1) or [b""])[0]
 
 
 def codes_of(alphabet: Alphabet) -> Codes:
@@ -90,30 +106,29 @@ def parse(data: bytes, codes: Codes, unknown: int, remove_gaps: bool) -> Records
     A trailing `*` is removed; every other `*` and every invalid letter become `unknown`, counted per record, so that the caller can
     drop or refuse the record. Gaps (`-`, `.`) are removed, or count as invalid letters.
     """
-    view, room, records = np.frombuffer(data, np.uint8), len(data) // TYPICAL + 64, -1
-    ids, headers = np.empty(len(data), np.uint8), np.empty(len(data), np.uint8)
+    view, ids = np.frombuffer(data, np.uint8), np.empty(len(data), np.uint8)
+    records, room = -1, len(data) // TYPICAL + 64
     while records < 0:  # once, unless records are short
-        bounds, header_bounds, line = (np.empty(room + 1, np.int64) for _ in range(3))
+        bounds, start, end, line = np.empty((4, room + 1), np.int64)
         identifier, odd = np.empty(room, np.uint64), np.empty((room, ODD), np.int32)
         records, lines, found = _parse(
-            view, codes.table, codes.pairs, AMINO, unknown, remove_gaps, ids, bounds, headers, header_bounds, identifier, line, odd
+            view, codes.table, codes.pairs, AMINO, unknown, remove_gaps, ids, bounds, start, end, identifier, line, odd
         )
-        room *= 8
+        room = lines
     odd = odd[:records] if found else None
     ids, lower = ids[: bounds[records]], None
     if found and odd[:, LOWER_CASE].any():
         lower = ids >= LOWER
         ids &= LOWER - 1
-    bounds, header_bounds = bounds[: records + 1], header_bounds[: records + 1]
-    headers = headers[: header_bounds[-1]]
-    return Records(ids, bounds, lower, headers, header_bounds, identifier[:records], line[:records], lines, odd)
+    headers = Text(view, start[:records], end[:records])
+    return Records(ids, bounds[: records + 1], lower, headers, identifier[:records], line[:records], lines, odd)
 
 
 @compiled
-def _parse(data, table, pairs, amino, unknown, remove_gaps, ids, bounds, headers, header_bounds, identifier, line, odd):
-    """Fill the arrays. Returns (records, line ends, whether anything is in `odd`); -1 records if they have no room for all."""
-    at, size, o, h, record, lines, found, marked = _U(0), _U(data.size), _U(0), _U(0), -1, 0, False, False
-    header_bounds[0] = 0
+def _parse(data, table, pairs, amino, unknown, remove_gaps, ids, bounds, header_start, header_end, identifier, line, odd):
+    """Fill the arrays. Returns (records, line ends, whether anything is in `odd`); -1 records if they have no room for
+    all, and how much is needed."""
+    at, size, o, record, lines, found, marked = _U(0), _U(data.size), _U(0), -1, 0, False, False
     while at < size:
         first = data[at]
         if first == ord(">"):
@@ -122,13 +137,14 @@ def _parse(data, table, pairs, amino, unknown, remove_gaps, ids, bounds, headers
                 marked = False
             record += 1
             if record == line.size - 1:
-                return -1, 0, False
+                for k in range(at, size):
+                    record += (data[k] == ord(">")) & ((data[k - _U(1)] == LF) | (data[k - _U(1)] == CR))
+                return -1, record, False
             bounds[record], line[record], odd[record] = o, lines, 0
-            at, h = _header(data, at + _U(1), headers, h)
-            begin = _U(header_bounds[record])
-            header_bounds[record + 1] = h
-            identifier[record] = word_hash(headers, begin, h)
-            if _glued(headers, begin, h, amino):
+            begin, end, at = _header(data, at + _U(1))
+            header_start[record], header_end[record] = begin, end
+            identifier[record] = word_hash(data, begin, end)
+            if _glued(data, begin, end, amino):
                 odd[record, GLUED_HEADER], found = 1, True
         elif first == ord(";") or first == ord("#"):
             while at < size and data[at] != LF and data[at] != CR:
@@ -145,26 +161,25 @@ def _parse(data, table, pairs, amino, unknown, remove_gaps, ids, bounds, headers
 
 
 @inlined
-def _header(data, at, headers, h):
-    """Copy the rest of a header line without blanks at its ends. Returns (place of the line's end, new end of `headers`)."""
-    size, begin = _U(data.size), h
-    while at < size and _blank(data[at]):
-        at += _U(1)
+def _header(data, at):
+    """The rest of a header line without blanks at its ends. Returns (its begin, its end, the line's end)."""
+    size, begin = _U(data.size), at
     while at + _U(8) <= size:
         word = load64(data, at)
-        store64(headers, h, word)
         feed, carriage = word ^ _U(0x0A0A0A0A0A0A0A0A), word ^ _U(0x0D0D0D0D0D0D0D0D)
         ends = (((feed - _ONES) & ~feed) | ((carriage - _ONES) & ~carriage)) & _HIGH
         if ends:
-            at, h = at + first_byte(ends), h + first_byte(ends)
+            at += first_byte(ends)
             break
-        at, h = at + _U(8), h + _U(8)
+        at += _U(8)
     while at < size and data[at] != LF and data[at] != CR:
-        headers[h] = data[at]
-        at, h = at + _U(1), h + _U(1)
-    while h > begin and _blank(headers[h - _U(1)]):
-        h -= _U(1)
-    return at, h
+        at += _U(1)
+    end = at
+    while begin < end and _blank(data[begin]):
+        begin += _U(1)
+    while end > begin and _blank(data[end - _U(1)]):
+        end -= _U(1)
+    return begin, end, at
 
 
 @inlined
@@ -239,11 +254,11 @@ def _close(ids, begin, end, unknown, odd, record):
 
 
 @inlined
-def _glued(headers, begin, end, amino):
+def _glued(data, begin, end, amino):
     """Whether a header ends in GLUED amino-acid letters: perhaps a sequence pasted there."""
     if end - begin <= _U(GLUED):
         return False
     for k in range(end - _U(GLUED), end):
-        if not amino[headers[k]]:
+        if not amino[data[k]]:
             return False
     return True

@@ -10,7 +10,7 @@ import numpy as np
 
 from bmoe.data.compiled import compiled
 
-ROWS = 1 << 21  # of a bucket
+ROWS = 1 << 20  # of a bucket
 BITS = 25  # last bits of a hash by which those that may stand twice are told
 NUMBERED = np.dtype([("hash", "<u8"), ("row", "<u8")])
 _U = np.uint64

@@ -20,7 +20,7 @@ from bmoe.data.tasks import Plan as Tasks
 from bmoe.data.tasks import Task
 
 AHEAD = 2  # tasks parsed or being parsed, beyond one for each thread
-WRITING = 4  # batches that wait to be written
+WRITING = 2  # batches that wait to be written
 Event = tuple[Task, Summary | Refused | None]  # None: the task is done
 
 

@@ -32,7 +32,7 @@ def test_more_records_than_expected_are_all_read():
     """Room is made for records of a usual size; the pass is repeated where they are shorter, with counts of each record."""
     records = parse(b">\n" * 3000 + b">b\nM-k*\n", codes_of(protein()), 3, True)
     assert records.line.tolist() == [*range(3000), 3000] and records.lines == 3002
-    assert records.header(3000) == b"b" and records.ids.size == 2 and records.lower.tolist() == [False, True]
+    assert records.headers[3000] == b"b" and records.ids.size == 2 and records.lower.tolist() == [False, True]
     assert records.odd.sum(0).tolist() == records.odd[3000].tolist() == [1, 1, 1, 0, 0, 0, 0]
 
 

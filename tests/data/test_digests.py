@@ -40,7 +40,7 @@ def test_repeated_hashes_are_found_in_memory_and_in_buckets(tmp_path, monkeypatc
     for at, of in ((700, 20), (29_000, 20), (15, 4), (29_999, 3), (5_000, 4_999)):
         hashes[at] = hashes[of]
     hashes.tofile(tmp_path / "hashes")
-    for rows, bits in ((1 << 21, 25), (1 << 21, 8), (4_000, 25), (4_000, 8)):
+    for rows, bits in ((1 << 20, 25), (1 << 20, 8), (4_000, 25), (4_000, 8)):
         monkeypatch.setattr(repeats, "ROWS", rows)
         monkeypatch.setattr(repeats, "BITS", max(bits, 6))
         count, found = repeats.repeated(tmp_path / "hashes", 4)
