@@ -64,7 +64,7 @@ def prepare(
     n_runs: Annotated[str, typer.Option(metavar="split|keep", help="DNA: cut records at long runs of N.")] = "split",
     soft_mask: Annotated[bool, typer.Option(help="DNA: remember which bases were lower case.")] = True,
     keep_headers: Annotated[bool, typer.Option(help="Store the header lines.")] = True,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that parse; the output is the same for any number.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Threads that parse; the output is the same for any number.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed preparation stopped, or start.")] = False,
     part: Annotated[str | None, typer.Option(metavar="i/n", help="Only part i of n, for a job array; join with --merge.")] = None,
