@@ -3,11 +3,9 @@
 import bz2
 import csv
 import gzip
-import importlib
 import io
 import lzma
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 from Bio.SeqIO.FastaIO import SimpleFastaParser
@@ -16,14 +14,6 @@ from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 
 OPENERS = {b"\x1f\x8b": gzip.decompress, b"BZh": bz2.decompress, b"\xfd7zXZ": lzma.decompress}
-
-
-def science(name: str, what: str) -> ModuleType:
-    """A module of the extra `science`; RequestError that names the extra where it is missing."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise RequestError(f"{what} needs {name.split('.')[0]}: install it with pip install 'bmoe[science]'") from None
 
 
 def read_text(path: str | Path) -> str:

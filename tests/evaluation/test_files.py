@@ -40,8 +40,3 @@ def test_errors_name_the_file(tmp_path):
         (tmp_path / "x.csv").write_bytes(damaged)
         with pytest.raises(RequestError, match="x.csv is damaged"):
             files.read_text(tmp_path / "x.csv")
-
-
-def test_a_missing_library_names_its_extra():
-    with pytest.raises(RequestError, match=r"probing needs no_such_library.*bmoe\[science\]"):
-        files.science("no_such_library.part", "probing")
