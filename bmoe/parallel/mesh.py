@@ -36,11 +36,6 @@ class Mesh(NamedTuple):
         """The ranks that together hold all experts, in the order of the experts."""
         return self.canonical.get_group("expert")
 
-    @property
-    def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same parts of the parameters; None where there is one replica."""
-        return self.dense.get_group("data_replicate") if self.dense.ndim == 2 else None
-
 
 def build_mesh(device_type: str, replicas: int, shards: int, experts: int) -> Mesh:
     """The mesh of a world of replicas x shards x experts ranks. Collective."""

@@ -2,8 +2,7 @@
 
 from bmoe.profiling.compare import compare
 from bmoe.profiling.estimate import estimate, open_data
-from bmoe.profiling.measure import Build, Subject
-from bmoe.profiling.race import Take
+from bmoe.profiling.measure import Build, Subject, Take
 from bmoe.profiling.run import profile
 
 __all__ = ["Build", "Subject", "Take", "compare", "estimate", "open_data", "profile"]

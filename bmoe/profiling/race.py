@@ -18,8 +18,6 @@ from bmoe.parallel.world import World
 from bmoe.profiling.measure import Subject, Take, synchronise
 from bmoe.profiling.timeline import between, mark
 
-"""One training step on this rank's batches, which lie on the CPU."""
-
 
 class Seen(NamedTuple):
     """What was in a step of one rank: real tokens, residues, slots."""

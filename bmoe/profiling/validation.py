@@ -1,8 +1,9 @@
 """How far the roofline model is from what was measured: the points it is held against, and its error at each.
 
 All on one H200 (bf16, T = 16,384 tokens in sequences of 1,024): MoE layers, forward and backward, with the fused kernels and
-with torch's grouped products compiled (docs/kernels.md); whole training steps of decoders, replayed (docs/benchmarks.md). The
-model's efficiencies come from the kernels of two of these steps, so the steps say less about it than the layers.
+with torch's grouped products compiled (as in docs/kernels.md); whole training steps of decoders, replayed (as in
+docs/benchmarks.md; some numbers there are of other runs). The model's efficiencies come from the kernels of two of these
+steps, so the steps say less about it than the layers.
 """
 
 import functools
