@@ -1,4 +1,4 @@
-"""A sample of the fuzz run (`fuzz_fasta.py`; 200,000 inputs before a hand-over), and inputs that hypothesis makes up."""
+"""A sample of the fuzz run (`fuzz_fasta.py`; 200,000 inputs before a release), and inputs that hypothesis makes up."""
 
 import gzip
 import random
