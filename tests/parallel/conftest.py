@@ -1,4 +1,4 @@
-"""Worlds of gloo processes that live for the whole test session, because starting one takes seconds."""
+"""Worlds of gloo processes that live for all tests of this folder, because starting one takes seconds."""
 
 import os
 import subprocess
@@ -62,7 +62,7 @@ class Ranks:
         self.processes = []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator:
     """ranks(2) or ranks(4): a world of that many processes."""
     worlds: dict[int, Ranks] = {}
