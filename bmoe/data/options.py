@@ -1,6 +1,6 @@
 """What `bmoe prepare` is asked to do: the flags of the command, checked."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from bmoe.data.alphabet import is_bpe
 from bmoe.data.blocks import LIMIT
@@ -81,4 +81,3 @@ _CHOICES = {
     "gaps": ("remove", "invalid"),
     "n_runs": ("split", "keep"),
 }
-OPTION_NAMES = tuple(f.name for f in fields(PrepareOptions))

@@ -48,7 +48,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
     for chip in [chips.find(only)] if only else chips.CHIPS.values():
         if lacks(recipe, chip):
             continue
-        result = predict.step(_as_computed(recipe), vocabulary, load, chip, world) | {"precision": recipe.precision.kind}
+        result = predict.step(_as_computed(recipe, chip), vocabulary, load, chip, world) | {"precision": recipe.precision.kind}
         if recipe.precision.emulate:
             result["label"] += "; the passes that emulate rounding are not counted"
         sizes = memory.by_category(recipe, vocabulary, load, world, chip)
@@ -64,11 +64,11 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
     return found
 
 
-def _as_computed(recipe: Recipe) -> Recipe:
+def _as_computed(recipe: Recipe, chip: chips.Chip) -> Recipe:
     """The recipe in the precision of its arithmetic: an emulated one multiplies in bf16, by its own experts."""
     if not recipe.precision.emulate:
         return recipe
-    return with_values(memory.on_a_gpu(recipe), "precision", kind="bf16", emulate=False)
+    return with_values(memory.on_a_gpu(recipe, chip), "precision", kind="bf16", emulate=False)
 
 
 def lacks(recipe: Recipe, chip: chips.Chip) -> str | None:

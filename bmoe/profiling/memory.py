@@ -79,14 +79,18 @@ def _expert_rows(kind: str, experts: str, N: float, D: int, C: int, F: int, b: i
     return N * (D + F) * b + N * (2 * C) * 4
 
 
-def on_a_gpu(recipe: Recipe) -> Recipe:
-    """The recipe with `auto` of its backend as it is resolved on a data-center GPU that has its precision."""
+HOPPER = 9  # compute capability of the fused experts and of the attention that `auto` takes
+
+
+def on_a_gpu(recipe: Recipe, chip: Chip | None = None) -> Recipe:
+    """The recipe with `auto` of its backend as it is resolved on `chip` (None: a Hopper GPU), if that has its precision."""
     backend, model, precision = recipe.backend, recipe.model, recipe.precision
     update = {}
     if backend.compile == "auto":
         update["compile"] = True
     if backend.attention == "auto":
-        flash = not model.qk_norm and model.width // model.heads in (64, 128)  # `training.setup`, with flash-attn-4 installed
+        hopper = chip is None or chip.capability[0] == HOPPER
+        flash = hopper and not model.qk_norm and model.width // model.heads in (64, 128)  # `training.setup`, flash-attn-4 installed
         update["attention"] = "sdpa" if precision.kind == "fp32" else ("flash" if flash else "varlen")
     if backend.experts == "auto":
         plain = model.ffn == "swiglu" and not model.bias and not precision.emulate
@@ -97,9 +101,9 @@ def on_a_gpu(recipe: Recipe) -> Recipe:
 def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chip: Chip | None = None) -> dict[str, float]:
     """GiB of one rank: weights, gradients, optimizer, activations, workspace, peak. `chip` decides whether units stay gathered.
 
-    `auto` in `recipe.backend` counts as what it becomes on a GPU that has the precision.
+    `auto` in `recipe.backend` counts as what it becomes on `chip`.
     """
-    recipe = on_a_gpu(recipe)
+    recipe = on_a_gpu(recipe, chip)
     model = recipe.model
     p = parameters(model, vocabulary)
     _, shard, expert = layout(recipe.parallel, world)

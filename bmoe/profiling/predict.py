@@ -3,17 +3,17 @@
 time(part) = max(FLOP / (peak x efficiency), bytes / (bandwidth x efficiency)) + kernels x launch
 
 Assumptions, all named in the result: the efficiencies below are fractions of the published peaks, taken from the kernels of
-two whole steps on one H200 in bf16; the fused experts' products gather and activate inside; low precision speeds up the
-experts' products alone, halves their traffic of rounded inputs and adds a pass that makes them; nothing overlaps but
-communication, of which `overlap` hides behind arithmetic. No Blackwell GPU was at hand: numbers for B200 and GB200 are this
-model at their published peaks, not measurements.
+two whole steps on one H200 in bf16; on Hopper the fused experts' products gather and activate inside, elsewhere passes of
+their own do; low precision speeds up the experts' products alone, halves their traffic of rounded inputs and adds a pass that
+makes them; nothing overlaps but communication, of which `overlap` hides behind arithmetic. No Blackwell GPU was at hand:
+numbers for B200 and GB200 are this model at their published peaks, not measurements.
 """
 
 from dataclasses import asdict, dataclass
 
 from bmoe.parallel.traffic import Sizes, gathered_bytes, traffic
 from bmoe.profiling.chips import Chip
-from bmoe.profiling.memory import on_a_gpu
+from bmoe.profiling.memory import HOPPER, on_a_gpu
 from bmoe.profiling.work import Load, Part, Work, batch_parts, layout, model_flops, parameters
 from bmoe.recipe import Recipe
 
@@ -26,7 +26,7 @@ class Efficiency:
 
     Measured inside replayed steps on an H200 (bf16, 16 x 1,024 tokens; two decoders: 12 layers of D 1024 with 8 experts of
     F 2816, 8 layers of D 1280 with 64 of F 768): dense products 0.74 and 0.73; fused experts' products 0.64 and 0.58;
-    flash-attn-4 0.27 and 0.27, torch's varlen attention 0.16 forward and backward, both with heads of 64; AdamW with the norm
+    flash-attn-4 0.27 and 0.27, torch's varlen attention 0.18 forward and backward, both with heads of 64; AdamW with the norm
     0.81 and 0.84 of the bandwidth; 0.07 and 0.05 of a step between its kernels. A copy alone reaches 0.89. Attention of
     narrower heads takes as long as that of 64, since its exponentials do (not measured).
     """
@@ -71,7 +71,7 @@ def _attention(recipe: Recipe, work: Work, core: float, chip: Chip, e: Efficienc
 
 def part_seconds(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, e: Efficiency = EFFICIENCY) -> dict[str, dict[str, float]]:
     """Part -> {forward_s, backward_s, seconds} of one batch on one GPU of `chip`, without communication."""
-    recipe = on_a_gpu(recipe)
+    recipe = on_a_gpu(recipe, chip)
     model, kind = recipe.model, recipe.precision.kind
     fp32 = kind == "fp32"
     rows = load.real * model.moe.top_k * (model.layers - model.moe.dense_layers) if model.moe else 0.0
@@ -79,7 +79,7 @@ def part_seconds(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, e: Eff
     core = 4.0 * load.pairs * model.width * (0.5 if model.kind == "decoder" else 1.0) * model.layers
     peak = chip.bf16 / 16 if fp32 else chip.bf16  # fp32 without tensor cores: 67 TFLOP/s on Hopper, 1/15 of bf16
     for name, part in batch_parts(model, vocabulary, load, 4 if fp32 else 2).items():
-        part = _fused(name, part, rows) if recipe.backend.experts == "triton" else part
+        part = _fused(name, part, rows) if recipe.backend.experts == "triton" and chip.capability[0] == HOPPER else part
         times = []
         for work, backward in ((part.forward, False), (part.backward, True)):
             if part.matrix == "attention" and not fp32:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from bmoe.data.loader import build_batch, build_sampler
 from bmoe.data.sampler import Position
-from bmoe.profiling import memory
+from bmoe.profiling import chips, memory
 from bmoe.profiling.memory import GIB, by_category
 from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load
@@ -106,6 +106,9 @@ def test_auto_counts_as_what_it_becomes_on_a_gpu(recipe_of):
     assert resolved(precision={"kind": "bf16"}, model={"ffn": "gelu"}) == ("grouped", "varlen", True)
     assert resolved(precision={"kind": "fp32"}) == ("grouped", "sdpa", True)
     assert resolved(precision={"kind": "bf16"}, backend={"experts": "loop", "compile": False}) == ("loop", "varlen", False)
+    wide = recipe_of(precision={"kind": "bf16"}, model={"width": 128, "heads": 2})
+    taken = {name: memory.on_a_gpu(wide, chips.CHIPS[name]).backend.attention for name in ("h100", "b200")}
+    assert taken == {"h100": "flash", "b200": "varlen"}, "flash-attn-4 was compared with float64 on Hopper only"
 
 
 ESM2_MOE_8M = {"layers": 6, "width": 320, "heads": 20, "moe": {"experts": 8, "top_k": 2, "expert_width": 448}}
