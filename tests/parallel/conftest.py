@@ -1,4 +1,5 @@
-"""Worlds of gloo processes that live for all tests of this folder, because starting one takes seconds."""
+"""Worlds of gloo processes that live for all tests of a file, because starting one takes seconds. Every group of ranks that a
+case makes has threads that wake a thousand times a second for as long as the processes live, so they do not live longer."""
 
 import os
 import subprocess
@@ -62,7 +63,7 @@ class Ranks:
         self.processes = []
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator:
     """ranks(2) or ranks(4): a world of that many processes."""
     worlds: dict[int, Ranks] = {}
