@@ -29,3 +29,13 @@ def proteins(count, seed=0, longest=300):
     """Random proteins of 2 .. longest residues."""
     rng = np.random.default_rng(seed)
     return ["".join(rng.choice(list("ACDEFGHIKLMNPQRSTVWY"), size=rng.integers(2, longest + 1))) for _ in range(count)]
+
+
+class RealLengths(Memory):
+    """Shards of `count` random proteins whose lengths are spread as real ones are: log-normal around 270, 20 to 3,000."""
+
+    def __init__(self, count, seed=0):
+        super().__init__([])
+        draw = np.random.default_rng(seed)
+        self.lengths = np.clip(draw.lognormal(5.6, 0.7, count), 20, 3000).astype(np.int64)
+        self.ids = [draw.choice(self.alphabet.residues, n).astype(np.uint8) for n in self.lengths]

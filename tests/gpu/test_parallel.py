@@ -5,7 +5,6 @@ import statistics
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,30 +20,10 @@ from bmoe.parallel.world import World
 from bmoe.training import checkpoint, setup, state
 from bmoe.training.loop import Trainer
 from bmoe.training.stopping import Limits, Stopping
+from tests_fakes import RealLengths
 
 pytestmark = pytest.mark.gpu
 PRICE = 1.03  # of the FSDP2 and expert-parallel code against the plain path
-
-
-class Proteins:
-    """Random proteins of real lengths."""
-
-    clusters = None
-
-    def __init__(self, number: int = 4000):
-        self.alphabet = alphabet("protein")
-        draw = np.random.default_rng(0)
-        self.lengths = np.clip(draw.lognormal(5.6, 0.7, number), 20, 3000).astype(np.int64)
-        self._ids = [draw.choice(self.alphabet.residues, n).astype(np.uint8) for n in self.lengths]
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def sequence(self, index: int) -> np.ndarray:
-        return self._ids[index]
-
-    def soft_mask(self, index: int) -> None:
-        return None
 
 
 class Quiet:
@@ -105,7 +84,7 @@ def make_trainer(way: str, recipe: recipes.Recipe, one_rank: World, folder: Path
         optimizer = setup.AdamW(model.named_parameters(), recipe.optimizer, True, None, world.sum_shards, world.sum_all)
     for block in model.blocks:
         block.compile()
-    return Trainer(recipe, folder, Proteins(), model, optimizer, world, state.Progress(), Quiet(), dict, lambda *_: None)
+    return Trainer(recipe, folder, RealLengths(4000), model, optimizer, world, state.Progress(), Quiet(), dict, lambda *_: None)
 
 
 def steps(trainer: Trainer, number: int) -> tuple[list[float], list[float], float]:

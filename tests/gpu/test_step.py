@@ -1,6 +1,5 @@
 """CUDA graphs of training steps: the same numbers as eager steps, no waiting for the device, whatever the batches' lengths."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,29 +12,9 @@ from bmoe.parallel.world import World
 from bmoe.training import setup
 from bmoe.training.graphs import WARM_UP, Inputs
 from bmoe.training.step import Stepper
+from tests_fakes import RealLengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-
-class Proteins:
-    """Random proteins of real lengths, then very short ones, so that the number of segments jumps."""
-
-    clusters = None
-
-    def __init__(self, number: int = 400):
-        self.alphabet = alphabet("protein")
-        draw = np.random.default_rng(0)
-        self.lengths = np.clip(draw.lognormal(5.6, 0.7, number), 20, 3000).astype(np.int64)
-        self._ids = [draw.choice(self.alphabet.residues, n).astype(np.uint8) for n in self.lengths]
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def sequence(self, index: int) -> np.ndarray:
-        return self._ids[index]
-
-    def soft_mask(self, index: int) -> None:
-        return None
 
 
 def stepper(graphs: bool, batches: int, compiled: bool = False, **model) -> Stepper:
@@ -57,7 +36,7 @@ def run(subject: Stepper, steps: int, sync_free_from: int | None = None) -> tupl
     losses, norms = [], []
     subject.model.train()
     jitter = subject.recipe.model.moe.jitter > 0
-    with TrainingLoader(Proteins(), subject.recipe, Position(0, 0), pin=True) as loader:
+    with TrainingLoader(RealLengths(400), subject.recipe, Position(0, 0), pin=True) as loader:
         for step in range(steps):
             batches = loader.next().batches
             totals = torch.tensor([sum(b.targets for b in batches), sum(int(b.real_tokens) for b in batches), 0, 0])
@@ -108,7 +87,7 @@ def test_what_changes_from_step_to_step_reaches_a_replay(batches):
     subject = stepper(True, batches, moe={"jitter": 0.1})
     run(subject, 5)
     assert subject.graphs.update_graph is not None and int(subject.optimizer.attempted) == 5
-    with TrainingLoader(Proteins(), subject.recipe, Position(0, 0), pin=True) as loader:
+    with TrainingLoader(RealLengths(400), subject.recipe, Position(0, 0), pin=True) as loader:
         step = loader.next().batches
     totals = torch.tensor([sum(b.targets for b in step), sum(int(b.real_tokens) for b in step), 0, 0])
 
@@ -128,7 +107,7 @@ def test_what_changes_from_step_to_step_reaches_a_replay(batches):
 
 def test_a_batch_with_more_segments_is_recorded_anew():
     subject, eager = stepper(True, 1), stepper(False, 1)
-    with TrainingLoader(Proteins(), subject.recipe, Position(0, 0), pin=True) as loader:
+    with TrainingLoader(RealLengths(400), subject.recipe, Position(0, 0), pin=True) as loader:
         batches = [loader.next().batches[0] for _ in range(WARM_UP + 2)]
     long = batches[0]
     wide = type(long)(**{**vars(long), "cu_seqlens": torch.cat([long.cu_seqlens, long.cu_seqlens[-1:].expand(640)])})
@@ -143,7 +122,7 @@ def test_a_batch_with_more_segments_is_recorded_anew():
 
 def test_a_non_finite_gradient_is_skipped_in_a_replay():
     subject = stepper(True, 1)
-    with TrainingLoader(Proteins(), subject.recipe, Position(0, 0), pin=True) as loader:
+    with TrainingLoader(RealLengths(400), subject.recipe, Position(0, 0), pin=True) as loader:
         batches = [loader.next().batches[0] for _ in range(6)]
     for batch in batches:
         totals = torch.tensor([batch.targets, int(batch.real_tokens), 0, 0])
@@ -162,7 +141,7 @@ def test_a_non_finite_gradient_is_skipped_in_a_replay():
 
 def test_inputs_keep_what_a_batch_holds():
     subject = stepper(True, 1)
-    with TrainingLoader(Proteins(), subject.recipe, Position(0, 0)) as loader:
+    with TrainingLoader(RealLengths(400), subject.recipe, Position(0, 0)) as loader:
         batch = loader.next().batches[0]
     totals = torch.tensor([batch.targets, int(batch.real_tokens), 0, 0])
     held = Inputs(batch, totals, 7, torch.device("cuda"))
