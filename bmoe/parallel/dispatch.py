@@ -3,21 +3,30 @@
 Legend: T tokens, D width, E experts, W ranks that share them, e = E / W experts a rank, K top-k, N = T x K slots, S slots
 sent (those with an expert), M rows received.
 
-    slots sorted by expert | counts exchanged, one host sync | rows and weights to their ranks (uneven all-to-all) |
+    slots sorted by expert | counts exchanged | rows gathered, while the host waits for the counts: one sync a layer |
+    rows and weights set off to their ranks (uneven all-to-all) | the shared expert, while they travel |
     the rank's experts on M rows with K = 1 | rows back | each token sums its K rows in fp32
 
 Rank w holds experts w e .. (w + 1) e. Rows arrive by sender and, within it, by expert, so that the counts alone say which
 expert a row is for. Slots of the dummy tail (expert E) are not sent and add nothing. Whatever alignment a kernel wants is
-the business of the experts' implementation, after the wire. The shared expert runs while the counts are on their way.
+the business of the experts' implementation, after the wire. In the backward pass autograd runs the shared expert while the
+gradients of the rows travel: they set off in the last node before it and are awaited in the first one behind it.
+
+`Transport` is what moves rows. `AllToAll` is torch's; another one (Transformer Engine's NCCL expert parallelism, DeepEP) takes
+its place in `ExpertParallel` without a change elsewhere: rows may arrive with any K, in any order, and with rows for no expert
+among them (number e), so a transport may send a token once to a rank that holds several of its experts, or pad to a capacity.
+No padded exchange is here: dropping nothing, its buffers would be W times as large as the rows.
 """
 
 import importlib.metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from bmoe.parallel.world import wait
 
 TE_NEEDS_NCCL = (2, 30, 4)
 """NCCL of Transformer Engine's expert parallelism (its documentation, 2.17 and later)."""
@@ -38,126 +47,200 @@ def why_torch_exchanges(device: torch.device) -> str:
     return "torch's all-to-all: Transformer Engine's exchange could be had, but has never been run with bmoe"
 
 
-class Plan(NamedTuple):
-    """How the slots of one batch travel. `order_S`: slot of each sent row, by expert; `row_N` (int32): row of each slot, -1 for
-    one that is not sent; `sent`, `received`: rows to and from each rank; `expert_M`: this rank's expert (from 0) of each
-    received row."""
+class Transport(Protocol):
+    """Moves rows between the ranks of a group. All three calls are collective and differentiable, and come in this order.
 
-    order_S: Tensor
-    row_N: Tensor
-    sent: list[int]
-    received: list[int]
-    expert_M: Tensor
+    `depart` starts: rows of x_TD go to the ranks of their experts experts_TK (int64, E for none) with their weights_TK (fp32).
+    It returns what the other two need, and may return before anything arrived: the shared expert runs next.
+    `arrive` gives this rank's experts their input, (x_MD, experts_MK, weights_MK) with experts counted from 0, e for none.
+    `bring_back` takes what they made of it, [M, D], and gives y_TD: the sum over the experts of each token, wherever they are.
+    """
 
-
-class _Counts:
-    """The exchange of counts on its way: launched by the constructor, finished by `plan`."""
-
-    def __init__(self, experts_TK: Tensor, experts: int, group: dist.ProcessGroup):
-        ranks = group.size()
-        ids_N = experts_TK.reshape(-1)
-        self.ids_N, self.order_N = torch.sort(ids_N, stable=True)
-        bounds = torch.searchsorted(self.ids_N, torch.arange(experts + 1, device=ids_N.device))
-        self.sent_We = bounds.diff().view(ranks, -1)
-        self.received_We = torch.empty_like(self.sent_We)
-        self.work = dist.all_to_all_single(self.received_We, self.sent_We, group=group, async_op=True)
-
-    def plan(self) -> Plan:
-        """The one host sync of a layer."""
-        self.work.wait()
-        sent, received = torch.stack([self.sent_We.sum(1), self.received_We.sum(1)]).tolist()
-        order_S = self.order_N[: sum(sent)]
-        row_N = torch.full_like(self.order_N, -1, dtype=torch.int32)
-        row_N[order_S] = torch.arange(order_S.numel(), device=row_N.device, dtype=torch.int32)
-        here_e = torch.arange(self.sent_We.shape[1], device=row_N.device)
-        expert_M = here_e.repeat(len(received)).repeat_interleave(self.received_We.flatten(), output_size=sum(received))
-        return Plan(order_S, row_N, sent, received, expert_M)
+    def depart(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Any: ...
+    def arrive(self, journey: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    def bring_back(self, out_MD: Tensor, journey: Any) -> Tensor: ...
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows [S, D] and their weights [S] to other ranks; gradients travel back. One function, so that every rank runs the two
-    collectives of the backward pass in the same order."""
+class Order(NamedTuple):
+    """N slots sorted by expert. Rows behind bounds_E1[E], those of the dummy tail, mean nothing."""
+
+    row_N: Tensor  # int32, row of each slot, -1 for one without an expert
+    token_N: Tensor  # token of each row
+    weight_N: Tensor  # of each row
+    bounds_E1: Tensor  # rows bounds[e] to bounds[e + 1] are for expert e
+
+
+def sort_slots(experts_TK: Tensor, weights_TK: Tensor, experts: int, kernel: bool) -> Order:
+    """A stable sort; with `kernel` in three launches of Triton."""
+    if kernel:
+        from bmoe.kernels import rows  # Triton comes with CUDA builds of torch only
+
+        return Order(*rows.sort_slots(experts_TK, weights_TK, experts))
+    ids_N, order_N = torch.sort(experts_TK.reshape(-1), stable=True)
+    bounds_E1 = torch.searchsorted(ids_N, torch.arange(experts + 1, device=ids_N.device))
+    place_N = torch.where(ids_N < experts, torch.arange(ids_N.numel(), device=ids_N.device), -1)
+    row_N = torch.empty_like(place_N).scatter_(0, order_N, place_N).int()
+    return Order(row_N, order_N // experts_TK.shape[1], weights_TK.reshape(-1)[order_N], bounds_E1)
+
+
+class Journey:
+    """The rows of one batch on their way through a layer: made by the forward pass, and read by the backward pass.
+
+    sent, received: rows to and from each rank. rows: what is under way, or was gathered for it; works: its collectives.
+    """
+
+    def __init__(self, order: Order, k: int, kernel: bool):
+        self.order, self.k, self.kernel = order, k, kernel
+        self.sent: list[int] = []
+        self.received: list[int] = []
+        self.expert_M: Tensor | None = None
+        self.rows: tuple[Tensor, ...] = ()
+        self.works: list[dist.Work] = []
+
+    def spread(self, x_TD: Tensor) -> Tensor:
+        """Each slot's copy of its token, sorted by expert: [N, D]. On a GPU one pass that reads each token once."""
+        if not self.kernel:
+            return x_TD[self.order.token_N]
+        from bmoe.kernels.rows import spread
+
+        return spread(x_TD, self.order.row_N, self.k)
+
+    def sum_rows(self, rows_SD: Tensor) -> Tensor:
+        """The sum of each token's rows in at least fp32, rounded once: [T, D]; no atomics, the same bits every time."""
+        if self.kernel:
+            from bmoe.kernels.rows import combine
+
+            return combine(rows_SD, self.order.row_N, self.k)
+        wide = torch.promote_types(rows_SD.dtype, torch.float32)
+        padded_SD = torch.cat([rows_SD, rows_SD.new_zeros(1, rows_SD.shape[1])])  # row -1 is zero
+        return padded_SD[self.order.row_N.long()].unflatten(0, (-1, self.k)).sum(1, dtype=wide).to(rows_SD.dtype)
+
+    def to_slots(self, values_S: Tensor) -> Tensor:
+        """One number a row brought to its slot, 0 where there is no row: [T, K]."""
+        padded_S = torch.cat([values_S, values_S.new_zeros(1)])
+        return padded_S[self.order.row_N.long()].view(-1, self.k)
+
+    def land(self) -> tuple[Tensor, ...]:
+        """Wait for what is under way, and hand it over."""
+        for work in self.works:
+            wait(work, "all_to_all_single")
+        rows, self.rows, self.works = self.rows, (), []
+        return rows
+
+
+def has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64
+
+
+class AllToAll:
+    """Rows by torch's uneven all-to-all: NCCL, or gloo on CPUs.
+
+    The rank of a group of one keeps every row: nothing is asked, and nothing waits.
+    """
+
+    def __init__(self, experts: int, group: dist.ProcessGroup):
+        """experts: those of all ranks together."""
+        self.experts, self.group, self.ranks = experts, group, group.size()
+
+    @torch.no_grad()
+    def _plan(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Journey:
+        """Rows sorted and gathered, and where they go."""
+        kernel = has_kernel(x_TD)
+        order = sort_slots(experts_TK, weights_TK, self.experts, kernel)
+        journey = Journey(order, experts_TK.shape[1], kernel)
+        sent_We = order.bounds_E1.diff().view(self.ranks, -1)
+        if self.ranks == 1:
+            journey.rows = journey.spread(x_TD), order.weight_N
+            journey.sent = journey.received = [experts_TK.numel()]
+            journey.expert_M = _experts_of_rows(sent_We, experts_TK.numel())
+            return journey
+        received_We = torch.empty_like(sent_We)
+        wait(dist.all_to_all_single(received_We, sent_We, group=self.group, async_op=True), "all_to_all_single")
+        numbers = torch.stack([sent_We.sum(1), received_We.sum(1)]).to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if x_TD.is_cuda else None
+        rows_ND = journey.spread(x_TD)
+        if copied is not None:
+            copied.synchronize()  # the one host sync of a layer, while the device gathers rows
+        journey.sent, journey.received = numbers.tolist()
+        here = sum(journey.sent)
+        journey.rows = rows_ND[:here], order.weight_N[:here]
+        journey.expert_M = _experts_of_rows(received_We, sum(journey.received))
+        return journey
+
+    def start(self, rows: tuple[Tensor, ...], going: list[int], coming: list[int]) -> tuple[tuple[Tensor, ...], list[dist.Work]]:
+        """(where rows will be, the collectives to wait for)."""
+        if self.ranks == 1:
+            return rows, []
+        out = tuple(part.new_empty(sum(coming), *part.shape[1:]) for part in rows)
+        pairs = zip(out, rows, strict=True)
+        return out, [dist.all_to_all_single(a, b.contiguous(), coming, going, group=self.group, async_op=True) for a, b in pairs]
+
+    def depart(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Journey:
+        journey = self._plan(x_TD, experts_TK, weights_TK)
+        journey.rows = _Depart.apply(x_TD, weights_TK, journey, self)
+        return journey
+
+    def arrive(self, journey: Journey) -> tuple[Tensor, Tensor, Tensor]:
+        rows_MD, weights_M = _Arrive.apply(*journey.land(), journey, self)
+        return rows_MD, journey.expert_M[:, None], weights_M[:, None]
+
+    def bring_back(self, out_MD: Tensor, journey: Journey) -> Tensor:
+        return _Return.apply(out_MD, journey, self)
+
+
+def _experts_of_rows(counts_We: Tensor, rows: int) -> Tensor:
+    """This rank's expert of each received row, int64 [rows]; e behind the rows that the counts know of."""
+    ends = counts_We.flatten().cumsum(0)
+    number = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
+    experts = counts_We.shape[1]
+    return torch.where(number < ends.numel(), number % experts, experts)
+
+
+class _Depart(torch.autograd.Function):
+    """Sends the rows of a journey. Its gradients have set off before it (`_Arrive`) and land here."""
 
     @staticmethod
-    def forward(ctx, rows_SD: Tensor, weights_S: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup):
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows_SD, sent, received, group), _all_to_all(weights_S, sent, received, group)
+    def forward(ctx, x_TD: Tensor, weights_TK: Tensor, journey: Journey, transport: AllToAll):
+        ctx.journey = journey
+        out, journey.works = transport.start(journey.rows, journey.sent, journey.received)
+        return out
 
     @staticmethod
     def backward(ctx, grad_MD: Tensor, grad_M: Tensor):
-        rows_SD = _all_to_all(grad_MD, ctx.received, ctx.sent, ctx.group)
-        return rows_SD, _all_to_all(grad_M, ctx.received, ctx.sent, ctx.group), None, None, None
+        rows_SD, weights_S = ctx.journey.land()
+        return ctx.journey.sum_rows(rows_SD), ctx.journey.to_slots(weights_S), None, None
+
+
+class _Arrive(torch.autograd.Function):
+    """Nothing to rows that have landed; it sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx, rows_MD: Tensor, weights_M: Tensor, journey: Journey, transport: AllToAll):
+        ctx.journey, ctx.transport = journey, transport
+        return rows_MD.view_as(rows_MD), weights_M.view_as(weights_M)
+
+    @staticmethod
+    def backward(ctx, grad_MD: Tensor, grad_M: Tensor):
+        journey, grads = ctx.journey, (grad_MD.contiguous(), grad_M.contiguous())
+        journey.rows, journey.works = ctx.transport.start(grads, journey.received, journey.sent)
+        return *grads, None, None  # alive until they have left
 
 
 class _Return(torch.autograd.Function):
-    """Rows [M, D] back to where they came from: [S, D]."""
+    """What experts made of rows goes back to where the rows came from, and each token sums its own: [M, D] -> y_TD."""
 
     @staticmethod
-    def forward(ctx, rows_MD: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup):
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows_MD, received, sent, group)
-
-    @staticmethod
-    def backward(ctx, grad_SD: Tensor):
-        return _all_to_all(grad_SD, ctx.sent, ctx.received, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, going: list[int], coming: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(coming), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), coming, going, group=group)
-    return out
-
-
-class _Gather(torch.autograd.Function):
-    """x_TD -> rows [S, D]; the gradient sums each token's rows by a gather: no atomics, the same bits every time."""
-
-    @staticmethod
-    def forward(ctx, x_TD: Tensor, order_S: Tensor, row_N: Tensor, k: int):
-        ctx.save_for_backward(row_N)
-        ctx.k = k
-        return _spread(x_TD, order_S, row_N, k)
-
-    @staticmethod
-    def backward(ctx, grad_SD: Tensor):
-        return _sum_rows(grad_SD.contiguous(), *ctx.saved_tensors, ctx.k), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """rows [S, D] -> y_TD, the transpose of `_Gather`."""
-
-    @staticmethod
-    def forward(ctx, rows_SD: Tensor, order_S: Tensor, row_N: Tensor, k: int):
-        ctx.save_for_backward(order_S, row_N)
-        ctx.k = k
-        return _sum_rows(rows_SD, row_N, k)
+    def forward(ctx, out_MD: Tensor, journey: Journey, transport: AllToAll):
+        ctx.journey, ctx.transport = journey, transport
+        journey.rows, journey.works = transport.start((out_MD,), journey.received, journey.sent)
+        return journey.sum_rows(*journey.land())
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
-        return _spread(grad_TD, *ctx.saved_tensors, ctx.k), None, None, None
-
-
-def _spread(x_TD: Tensor, order_S: Tensor, row_N: Tensor, k: int) -> Tensor:
-    """Each sent slot's copy of its token: [S, D]. On a GPU one pass that reads each token once."""
-    if not _has_kernel(x_TD):
-        return x_TD[order_S // k]
-    from bmoe.kernels.rows import spread  # Triton comes with CUDA builds of torch only
-
-    return spread(x_TD, row_N, k)[: order_S.numel()]
-
-
-def _sum_rows(rows_SD: Tensor, row_N: Tensor, k: int) -> Tensor:
-    """The sum of each token's rows in at least fp32, rounded once: [T, D]. On a GPU one pass."""
-    if _has_kernel(rows_SD):
-        from bmoe.kernels.rows import combine
-
-        return combine(rows_SD, row_N, k)
-    wide = torch.promote_types(rows_SD.dtype, torch.float32)
-    padded_SD = torch.cat([rows_SD, rows_SD.new_zeros(1, rows_SD.shape[1])])  # row -1 is zero
-    return padded_SD[row_N.long()].unflatten(0, (-1, k)).sum(1, dtype=wide).to(rows_SD.dtype)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64
+        journey = ctx.journey
+        rows_SD = journey.spread(grad_TD.contiguous())[: sum(journey.sent)]
+        journey.rows, journey.works = ctx.transport.start((rows_SD,), journey.sent, journey.received)
+        return *journey.land(), None, None
 
 
 class ExpertParallel(nn.Module):
@@ -171,7 +254,8 @@ class ExpertParallel(nn.Module):
         """layer: the MoE layer. experts: how many all ranks hold. mesh: (expert, data_shard)."""
         super().__init__()
         self.router, self.experts, self.shared = layer.router, layer.experts, layer.shared
-        self.total, self.mesh, self.group = experts, mesh, mesh.get_group("expert")
+        self.total, self.mesh = experts, mesh
+        self.transport: Transport = AllToAll(experts, mesh.get_group("expert"))
 
     def route(self, x_TD: Tensor, layout):
         return self.router(x_TD, layout)
@@ -179,14 +263,8 @@ class ExpertParallel(nn.Module):
     @torch.compiler.disable
     def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """As the layer's: y_TD in x's dtype. Collective over the group, in the forward and in the backward pass."""
-        counts = _Counts(experts_TK, self.total, self.group)
+        journey = self.transport.depart(x_TD, experts_TK, weights_TK)
         shared_TD = None if self.shared is None else self.shared(x_TD)
-        plan = counts.plan()
-        k = experts_TK.shape[1]
-        rows_SD = _Gather.apply(x_TD, plan.order_S, plan.row_N, k)
-        weights_S = weights_TK.reshape(-1)[plan.order_S]
-        rows_MD, weights_M = _Exchange.apply(rows_SD, weights_S, plan.sent, plan.received, self.group)
-        out_MD = self.experts(rows_MD, plan.expert_M[:, None], weights_M[:, None])
-        out_SD = _Return.apply(out_MD, plan.sent, plan.received, self.group)
-        y_TD = _Combine.apply(out_SD, plan.order_S, plan.row_N, k)
+        out_MD = self.experts(*self.transport.arrive(journey))
+        y_TD = self.transport.bring_back(out_MD, journey)
         return y_TD if shared_TD is None else y_TD + shared_TD

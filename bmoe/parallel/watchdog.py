@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bmoe.parallel.launch import leave_reason
-from bmoe.parallel.world import World
+from bmoe.parallel.world import World, wait
 
 PACKAGE = Path(__file__).parent.parent
 HANG_SECONDS = 900.0  # far above any step, and above compilation and a validation
@@ -97,9 +97,11 @@ def where(thread: int, device: torch.device) -> dict:
     innermost = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "its end"
     while frame is not None:
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if file.name == "distributed_c10d.py" and hasattr(dist, name):
+        if frame.f_code is wait.__code__:
+            collective = frame.f_locals["collective"]
+        elif file.name == "distributed_c10d.py" and hasattr(dist, name):
             collective = name
-        if line is None and PACKAGE in file.parents:
+        elif line is None and PACKAGE in file.parents:
             line = f"{file.relative_to(PACKAGE.parent)}:{frame.f_lineno}"
         frame = frame.f_back
     return {"collective": collective, "line": line or innermost}

@@ -10,6 +10,11 @@ from bmoe.parallel.mesh import Mesh, build_mesh
 from bmoe.recipe import ParallelSection
 
 
+def wait(work: dist.Work, collective: str) -> None:
+    """Wait for a collective that was started before; the watchdog reads its name here (`watchdog.where`)."""
+    work.wait()
+
+
 @dataclass(frozen=True)
 class World:
     """This process among its peers.

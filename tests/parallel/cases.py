@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.fsdp import FSDPModule
 
 from bmoe import recipe as recipes
@@ -187,15 +188,9 @@ def break_on_purpose(how: str, model, optimizer: AdamW):
         optimizer.reduce = lambda x: x
         return lambda: None
     if how == "experts in the wrong order":
-        kept = dispatch._Counts.plan
-
-        def plan(self):
-            good = kept(self)
-            swapped = good.expert_M.flip(0) if good.expert_M.numel() else good.expert_M
-            return good._replace(expert_M=swapped)
-
-        dispatch._Counts.plan = plan
-        return lambda: setattr(dispatch._Counts, "plan", kept)
+        kept = dispatch._experts_of_rows
+        dispatch._experts_of_rows = lambda counts, rows: kept(counts, rows).flip(0)
+        return lambda: setattr(dispatch, "_experts_of_rows", kept)
     assert not how
     return lambda: None
 
@@ -305,7 +300,79 @@ def count_traffic(rank: int, size: int, layout: tuple[int, int, int], stay_gathe
     return sent | names_of
 
 
-def extremes(rank: int, size: int, routing: str) -> list[float]:
+class EverythingToEveryone:
+    """A transport by all-gather and reduce-scatter: every rank gets every token once, with ids of its own experts only."""
+
+    def __init__(self, experts: int, group: dist.ProcessGroup):
+        self.group, self.here = group, experts // group.size()
+
+    def depart(self, x_TD, experts_TK, weights_TK):
+        ids = funcol.all_gather_tensor(experts_TK, 0, self.group) - self.group.rank() * self.here
+        ids = torch.where((ids >= 0) & (ids < self.here), ids, self.here)
+        return gather_rows(x_TD, 0, self.group), ids, gather_rows(weights_TK, 0, self.group)
+
+    def arrive(self, journey):
+        return journey
+
+    def bring_back(self, out_MD, journey):
+        return funcol.reduce_scatter_tensor_autograd(out_MD, "sum", 0, self.group)
+
+
+def gather_rows(x, dim, group):
+    return funcol.all_gather_tensor_autograd(x, dim, group)
+
+
+def travel_order(rank: int, size: int) -> tuple[list[str], list[str]]:
+    """What happens in which order in a layer with a shared expert, forward and backward."""
+    mesh, told = build_mesh("cpu", 1, 1, size), []
+
+    class Told(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            told.append("shared expert")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            told.append("shared expert")
+            return grad * 2
+
+    layer = torch.nn.Module()
+    layer.router, layer.experts, layer.shared = None, build_experts("loop", 2 * size, 8, 8), Told.apply
+    with torch.no_grad():
+        for p in layer.experts.parameters():
+            p.fill_(0.1)
+    parallel = shard.expert_parallel(layer, mesh)
+    kept = dist.all_to_all_single, dispatch.wait
+    names = {"forward": ("rows leave", "rows arrive"), "backward": ("gradients leave", "gradients arrive")}
+    way, started = "forward", {}
+
+    def start(out, rows, *arguments, **options):
+        work = kept[0](out, rows, *arguments, **options)
+        if rows.ndim == 2 and rows.is_floating_point():
+            started[work] = way
+            told.append(names[way][0])
+        return work
+
+    def wait(work, collective):
+        if work in started:
+            told.append(names[started[work]][1])
+        kept[1](work, collective)
+
+    dist.all_to_all_single, dispatch.wait = start, wait
+    try:
+        x = torch.ones(4, 8, requires_grad=True)
+        y = parallel(x, torch.tensor([[0], [1], [size], [2 * size - 1]]), torch.ones(4, 1))
+        forward, way = told[:3], "backward"
+        told.clear()
+        y.sum().backward()
+    finally:
+        dist.all_to_all_single, dispatch.wait = kept
+    backward = told[told.index("gradients arrive") + 1 :]  # those of what comes back are first
+    return forward, backward
+
+
+def extremes(rank: int, size: int, routing: str, transport: str = "") -> list[float]:
     """Relative differences of an expert-parallel layer from all experts on one rank: output, dx, dweights, dgate_up, ddown."""
     mesh = build_mesh("cpu", 1, 1, size)
     tokens, k, experts, width = 11, 3, 4 * size, 16
@@ -331,6 +398,8 @@ def extremes(rank: int, size: int, routing: str) -> list[float]:
     layer = torch.nn.Module()
     layer.router, layer.experts, layer.shared = None, part, None
     parallel = shard.expert_parallel(layer, mesh)
+    if transport:
+        parallel.transport = EverythingToEveryone(experts, mesh.expert_group)
     y = parallel(mine[0], chosen[rank], mine[1])
     (y * gain[rank]).sum().backward()
 

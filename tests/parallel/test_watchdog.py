@@ -1,9 +1,13 @@
 """A hang is found, and the sentence names the rank and the collective."""
 
+import threading
 from pathlib import Path
 
+import torch
+
 from bmoe.parallel import launch
-from bmoe.parallel.watchdog import describe
+from bmoe.parallel.watchdog import describe, where
+from bmoe.parallel.world import wait
 
 PROGRAM = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'launched.py')!r}, run_name='__main__')"
 
@@ -24,3 +28,19 @@ def test_the_culprit_is_the_one_the_others_wait_for():
     assert "rank 2 does not answer" in describe(both, 3, 60)
     assert "rank 1 waits in all_to_all_single" in describe({0: facts(5, "all_reduce"), 1: facts(4, "all_to_all_single")}, 2, 60)
     assert "rank 0 is in no collective" in describe({0: facts(5, None), 1: facts(5, "all_reduce")}, 2, 60)
+
+
+def test_who_waits_for_a_collective_that_was_started_before_is_in_it():
+    class Work(threading.Event):
+        def wait(self) -> None:
+            entered.set()
+            super().wait(60)
+
+    work, entered = Work(), threading.Event()
+    thread = threading.Thread(target=wait, args=(work, "all_to_all_single"))
+    thread.start()
+    entered.wait(60)
+    found = where(thread.ident, torch.device("cpu"))
+    work.set()
+    thread.join()
+    assert found["collective"] == "all_to_all_single"
