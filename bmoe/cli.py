@@ -148,7 +148,7 @@ def train(
 def profile(
     context: typer.Context,
     recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe; default: the flagship.")] = None,
-    precision: Annotated[str | None, typer.Option("--precision", metavar="fp32|bf16|fp8_current|fp8_block|fp8_delayed|mxfp8")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", metavar="fp32|bf16|fp8_row|fp8_current|fp8_block|fp8_delayed|mxfp8")] = None,
     experts: Annotated[str | None, typer.Option("--experts", metavar="NAME|all", help="An implementation, or compare all.")] = None,
     baseline: Annotated[str | None, typer.Option("--baseline", metavar="hf|NAME,...", help="Beside Hugging Face (extra hf).")] = None,
     forms: Annotated[str | None, typer.Option(metavar="flattened,padded,bucketed", help="Of its batches; default: all.")] = None,

@@ -116,6 +116,7 @@ RULES = [
     ("model: {moe: null}\nprecision: {kind: mxfp8, emulate: true, emulate_linears: true, statistics_every: 5}", "precision.statistics"),
     ("precision: {statistics_every: 10}", "precision.statistics_every"),
     ("precision: {kind: mxfp8}\nbackend: {experts: loop}", "backend.experts"),
+    ("precision: {kind: fp8_row}\nbackend: {experts: te}", "backend.experts"),
     ("precision: {kind: mxfp8, emulate: true}\nbackend: {experts: te}", "backend.experts"),
     ("precision: {kind: mxfp8}\nmodel: {moe: null}", "precision.kind"),
     ("precision: {kind: mxfp8}\nmodel: {moe: {expert_width: 100}}", "model.moe.expert_width"),

@@ -143,6 +143,16 @@ def deinterleave(alternating: Tensor) -> Tensor:
     return torch.cat([alternating[..., ::2], alternating[..., 1::2]], dim=-1)
 
 
+def dswiglu_reference(h_NI: Tensor, da_NF: Tensor, weight_of_row_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The epilogue of `ddown` in plain torch: (dh_NI, aw_NF, dweight_of_row_N) of fp32 da_NF."""
+    gate_NF, up_NF = h_NI[:, ::2].float(), h_NI[:, 1::2].float()
+    sigmoid_NF, w_N1 = torch.sigmoid(gate_NF), weight_of_row_N[:, None]
+    silu_NF = gate_NF * sigmoid_NF
+    dgate_NF = w_N1 * da_NF * up_NF * (sigmoid_NF + silu_NF * (1 - sigmoid_NF))
+    dh_NI = interleave(torch.cat([dgate_NF, w_N1 * da_NF * silu_NF], dim=-1)).to(h_NI.dtype)
+    return dh_NI, (w_N1 * silu_NF * up_NF).to(h_NI.dtype), (da_NF * silu_NF * up_NF).sum(-1)
+
+
 class Reference:
     """Plain-torch twins of the six products, by the same names."""
 
@@ -175,12 +185,7 @@ class Reference:
     @classmethod
     def ddown(cls, dy_TD, down_EDF, h_NI, token_of_row_N, weight_of_row_N, bounds_E1):
         da_NF = cls._linear(dy_TD[token_of_row_N.long()], down_EDF, bounds_E1).float()
-        gate_NF, up_NF = h_NI[:, ::2].float(), h_NI[:, 1::2].float()
-        sigmoid_NF, w_N1 = torch.sigmoid(gate_NF), weight_of_row_N[:, None]
-        silu_NF = gate_NF * sigmoid_NF
-        dgate_NF = w_N1 * da_NF * up_NF * (sigmoid_NF + silu_NF * (1 - sigmoid_NF))
-        dh_NI = interleave(torch.cat([dgate_NF, w_N1 * da_NF * silu_NF], dim=-1)).to(h_NI.dtype)
-        return dh_NI, (w_N1 * silu_NF * up_NF).to(h_NI.dtype), (da_NF * silu_NF * up_NF).sum(-1)
+        return dswiglu_reference(h_NI, da_NF, weight_of_row_N)
 
     @classmethod
     def wdown(cls, dy_TD, aw_NF, token_of_row_N, bounds_E1):

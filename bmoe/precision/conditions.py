@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bmoe.precision.machine import FUSED_SWITCH, Machine
 from bmoe.recipe import ModelSection
 
-ROW_MULTIPLE = {"fp32": 1, "bf16": 1, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16, "mxfp8": 32}
+ROW_MULTIPLE = {"fp32": 1, "bf16": 1, "fp8_row": 1, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16, "mxfp8": 32}
 """Rows of one expert are padded to a multiple of this (Transformer Engine's GroupedLinear); a matter of speed."""
 
 FUSED_ROW_MULTIPLE = 256  # the same for its fused MXFP8 grouped MLP
@@ -25,6 +25,7 @@ class _Needs:
 
 
 NEEDS = {
+    "fp8_row": _Needs("Hopper", (9, 0), (10, 0), (12, 8), 16),
     "fp8_current": _Needs("Ada, Hopper or newer", (8, 9), (99, 0), (12, 1), 16),
     "fp8_delayed": _Needs("Ada, Hopper or newer", (8, 9), (99, 0), (12, 1), 16),
     "fp8_block": _Needs("Hopper or newer", (9, 0), (99, 0), (12, 9), 16),
@@ -73,6 +74,10 @@ def _software(kind: str, needs: _Needs, machine: Machine) -> list[str]:
         found.append(f"CUDA: {kind} needs torch built for CUDA {dotted(needs.cuda)} or later; this torch is built for the CPU.")
     elif machine.cuda < needs.cuda:
         found.append(f"CUDA: {kind} needs torch built for CUDA {dotted(needs.cuda)} or later; this one is for {dotted(machine.cuda)}.")
+    if kind == "fp8_row":
+        if machine.quack is None:
+            found.append(f"Kernels: {kind} needs quack-kernels, which is not installed; install bmoe[fused].")
+        return found
     if machine.te is None:
         found.append(f"Transformer Engine: {kind} needs it, and {machine.te_problem or 'it is not installed'}; install bmoe[te].")
     elif machine.te < (2, 17):
@@ -89,10 +94,11 @@ def _shapes(kind: str, needs: _Needs, model: ModelSection) -> list[str]:
         for key, size in gemm_dimensions(model).items()
         if size % needs.multiple
     ]
+    whose = "the fused kernels" if kind == "fp8_row" else "Transformer Engine's experts"
     if model.ffn != "swiglu":
-        found.append(f"Feed-forward: Transformer Engine's experts need model.ffn swiglu, and it is {model.ffn}.")
+        found.append(f"Feed-forward: {whose} need model.ffn swiglu, and it is {model.ffn}.")
     if model.bias:
-        found.append("Feed-forward: Transformer Engine's experts have no biases here; set model.bias to false.")
+        found.append(f"Feed-forward: {whose} have no biases here; set model.bias to false.")
     return found
 
 

@@ -17,6 +17,7 @@ FP8 GEMM is only the order of an fp32 accumulation.
 - fp8_block: blocks of 128 for x and dy, squares of 128 x 128 for w (one copy serves both directions), E4M3.
 - fp8_current: one scale for x, w and dy of each expert; x and w in E4M3, dy in E5M2. The inverse scales multiply the
   result, in its dtype, where the GPU multiplies its fp32 accumulator.
+- fp8_row: one scale for each row of x and dy and one for w of each expert, E4M3; wgrad is not rounded (kernels/fp8.py).
 
 Biases, activations, the router, norms, attention, embedding, head and the optimizer stay in high precision.
 Shapes: N rows, I inputs, O outputs, E experts.
@@ -35,14 +36,21 @@ from bmoe.precision.float8 import E4M3, E5M2, Float8, round_to, saturate
 from bmoe.precision.groups import group_of_rows, rounded_copies, rounded_weight
 from bmoe.recipe import PrecisionSection
 
-KINDS = ("mxfp8", "fp8_block", "fp8_current")
+KINDS = ("mxfp8", "fp8_block", "fp8_current", "fp8_row")
 
 
 class Operand(NamedTuple):
-    """A rounded GEMM input: `values` in the high-precision dtype; times `inverse` [groups] if that is not None."""
+    """A rounded GEMM input: `values` in the high-precision dtype; times `inverse`, if that is not None, by group or by row."""
 
     values: Tensor
     inverse: Tensor | None = None
+    by_row: bool = False
+
+
+def _each_row(x_NI: Tensor) -> Operand:
+    """One scale per row."""
+    scale_N1 = current.scales(blocks.amax(x_NI, -1), E4M3)
+    return Operand(round_to(saturate(x_NI.float() * scale_N1, E4M3), E4M3).to(x_NI.dtype), (1.0 / scale_N1)[:, 0], by_row=True)
 
 
 def _current_rows(x_NI: Tensor, offsets_E: Tensor | None, form: Float8) -> Operand:
@@ -71,6 +79,8 @@ def _current_weight(w: Tensor) -> Operand:
 
 def _inputs(x_NI: Tensor, offsets_E: Tensor | None, kind: str, form: Float8) -> tuple[Operand, Operand]:
     """x or dy (format `form` under fp8_current) with blocks along its rows, and with blocks down its columns."""
+    if kind == "fp8_row":
+        return _each_row(x_NI), Operand(x_NI)
     if kind == "fp8_current":
         both = _current_rows(x_NI, offsets_E, form)
         return both, both
@@ -80,7 +90,7 @@ def _inputs(x_NI: Tensor, offsets_E: Tensor | None, kind: str, form: Float8) -> 
 
 def _weight(w: Tensor, kind: str, axis: int) -> Operand:
     """w_OI or w_EOI with blocks along `axis`: -1 for fprop, -2 for dgrad."""
-    return _current_weight(w) if kind == "fp8_current" else Operand(rounded_weight(w, kind, axis))
+    return _current_weight(w) if kind in ("fp8_current", "fp8_row") else Operand(rounded_weight(w, kind, axis))
 
 
 def _rescale_rows(y_NO: Tensor, a: Operand, b: Operand, offsets_E: Tensor | None) -> Tensor:
@@ -88,9 +98,11 @@ def _rescale_rows(y_NO: Tensor, a: Operand, b: Operand, offsets_E: Tensor | None
     if a.inverse is None or b.inverse is None:
         return y_NO
     if offsets_E is None:
-        return y_NO * (a.inverse * b.inverse).to(y_NO.dtype)
-    factor_G = a.inverse * functional.pad(b.inverse, (0, 1), value=1.0)
-    return (y_NO * factor_G[group_of_rows(offsets_E, y_NO.shape[0])][:, None]).to(y_NO.dtype)
+        factor = a.inverse * b.inverse
+        return (y_NO * (factor[:, None] if a.by_row else factor)).to(y_NO.dtype)
+    group_N, weight_G = group_of_rows(offsets_E, y_NO.shape[0]), functional.pad(b.inverse, (0, 1), value=1.0)
+    factor_N = a.inverse * weight_G[group_N] if a.by_row else (a.inverse * weight_G)[group_N]
+    return (y_NO * factor_N[:, None]).to(y_NO.dtype)
 
 
 def _weight_gradient(dy_NO: Tensor, x_NI: Tensor, offsets_E: Tensor | None) -> Tensor:

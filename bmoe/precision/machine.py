@@ -24,6 +24,7 @@ class Machine:
     te_problem: str | None = None  # why it does not, in one line
     cublas_lt: tuple[int, int] | None = None  # version that Transformer Engine sees
     cudnn_frontend: tuple[int, ...] | None = None
+    quack: tuple[int, ...] | None = None  # version of quack-kernels
     fused_switch: bool = False  # NVTE_CUTEDSL_FUSED_GROUPED_MLP is set
 
 
@@ -73,5 +74,6 @@ def probe(device: torch.device) -> Machine:
         te_problem=problem,
         cublas_lt=cublas_lt,
         cudnn_frontend=_installed("nvidia-cudnn-frontend"),
+        quack=_installed("quack-kernels"),
         fused_switch=int(os.environ.get(FUSED_SWITCH, "0")) > 0,
     )

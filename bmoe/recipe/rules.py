@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 from bmoe.recipe.schema import DataSection, MoESection, Recipe
 
+EMULATED = ("fp8_row", "fp8_current", "fp8_block", "mxfp8")
+"""Formats that precision.emulate knows."""
+
 RULE_BLOCK = 32  # MXFP8 scales blocks of 32 along the contraction, so every GEMM dimension must be a multiple.
 
 
@@ -92,8 +95,8 @@ def _dna_rules(d: DataSection) -> Iterator[tuple[str, str]]:
 def _precision_rules(r: Recipe) -> Iterator[tuple[str, str]]:
     p, moe = r.precision, r.model.moe
     low = p.kind not in ("fp32", "bf16")
-    if p.emulate and p.kind not in ("fp8_current", "fp8_block", "mxfp8"):
-        yield "precision.emulate", f"{p.kind} has no emulation; use fp8_current, fp8_block or mxfp8, or set it to false"
+    if p.emulate and p.kind not in EMULATED:
+        yield "precision.emulate", f"{p.kind} has no emulation; use {', '.join(EMULATED[:-1])} or {EMULATED[-1]}, or set it to false"
     if p.emulate_linears and not p.emulate:
         yield "precision.emulate_linears", "it is part of the emulation; set precision.emulate: true or leave this false"
     if p.emulate and moe is None and not p.emulate_linears:
@@ -102,8 +105,9 @@ def _precision_rules(r: Recipe) -> Iterator[tuple[str, str]]:
         yield "precision.statistics_every", "statistics are those of experts, and model.moe is null; leave this null"
     if p.statistics_every and not p.emulate:
         yield "precision.statistics_every", "statistics come from the emulation; set precision.emulate: true or leave this null"
-    if low and not p.emulate and r.backend.experts not in ("auto", "te"):
-        yield "backend.experts", f"{p.kind} runs in Transformer Engine; use te or auto, or precision.emulate: true"
+    runs, by = ("triton", "our own kernels") if p.kind == "fp8_row" else ("te", "Transformer Engine")
+    if low and not p.emulate and r.backend.experts not in ("auto", runs):
+        yield "backend.experts", f"{p.kind} runs in {by}; use {runs} or auto, or precision.emulate: true"
     if low and p.emulate and r.backend.experts not in ("auto", "loop", "grouped"):
         yield "backend.experts", "the emulation runs in loop and grouped; use one of them or auto"
     if low and not p.emulate and moe is None:

@@ -25,6 +25,7 @@ def test_cpu_takes_grouped():
         ({"bias": True}, "grouped", "biases"),
         ({"precision": "fp32"}, "grouped", "fp32"),
         ({"precision": "fp8_current"}, "te", "Transformer Engine"),
+        ({"precision": "fp8_row"}, "triton", "fused kernels"),
         ({"precision": "fp8_current", "emulate": True}, "grouped", "emulated"),
     ],
 )

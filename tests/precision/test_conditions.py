@@ -9,7 +9,7 @@ from bmoe.precision.machine import Machine, probe, version_of
 from bmoe.recipe import ModelSection
 
 CPU = Machine("x86_64", te_problem="transformer_engine is not installed")
-H200 = Machine("NVIDIA H200", (9, 0), (13, 0), (2, 20, 2), None, (13, 1), (1, 20))
+H200 = Machine("NVIDIA H200", (9, 0), (13, 0), (2, 20, 2), None, (13, 1), (1, 20), quack=(0, 6, 5))
 B200 = Machine("NVIDIA B200", (10, 0), (13, 0), (2, 20, 2), None, (13, 8), (1, 29), fused_switch=True)
 RTX5090 = Machine("NVIDIA GeForce RTX 5090", (12, 0), (13, 0), (2, 20, 2), None, (13, 8))
 A100 = Machine("NVIDIA A100", (8, 0), (12, 8), (2, 20, 2), None, (12, 8))
@@ -25,6 +25,7 @@ FLAGSHIP = ModelSection()
         ("fp8_delayed", {"h200", "b200", "rtx"}),
         ("fp8_block", {"b200", "rtx"}),
         ("mxfp8", {"b200"}),
+        ("fp8_row", {"h200"}),
     ],
 )
 def test_where_each_precision_runs(kind, runs_on):
@@ -35,6 +36,12 @@ def test_where_each_precision_runs(kind, runs_on):
 def test_mxfp8_on_hopper_names_only_the_chip():
     (sentence,) = unmet("mxfp8", H200, FLAGSHIP)
     assert "NVIDIA H200 has 9.0" in sentence and "10.0" in sentence
+
+
+def test_row_wise_fp8_needs_our_kernels_and_not_transformer_engine():
+    bare = Machine("NVIDIA H200", (9, 0), (13, 0), te_problem="transformer_engine is not installed")
+    (sentence,) = unmet("fp8_row", bare, FLAGSHIP)
+    assert "quack-kernels" in sentence and "bmoe[fused]" in sentence
 
 
 def test_a_laptop_misses_chip_cuda_and_transformer_engine():

@@ -31,6 +31,10 @@ def by_hand(x, w, dy, kind):
 
         wr = wc = q(w, None)
         xr, xc, dr, dc = q(x, -1), q(x, -2), q(dy, -1), q(dy, -2)
+    elif kind == "fp8_row":
+        wr = wc = current.quantize_dequantize(w)
+        xr, dr = (torch.stack([current.quantize_dequantize(row) for row in t]) for t in (x, dy))
+        xc, dc = x, dy
     else:
         wr = wc = current.quantize_dequantize(w)
         xr = xc = current.quantize_dequantize(x)
@@ -49,7 +53,7 @@ def inputs(seed=0, rows=T):
     return spread(rows, D, generator=g), spread(F, D, generator=g), spread(rows, F, generator=g)
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row"])
 def test_linear_is_the_recipe(kind):
     x, w, dy = inputs()
     linear = nn.Linear(D, F, bias=True)
@@ -67,7 +71,7 @@ def test_linear_is_the_recipe(kind):
     assert (expected[0] - x.detach() @ w.T).norm() > 1e-3 * expected[0].norm()
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row"])
 @pytest.mark.parametrize("sizes", [(20, 30, 0, 25), (75, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (32, 33, 2, 0)])
 def test_grouped_product_rounds_each_expert_alone(kind, sizes):
     experts = build_experts("grouped", E, D, F // 2)
@@ -93,7 +97,7 @@ def test_grouped_product_rounds_each_expert_alone(kind, sizes):
             assert (got - right).norm() < 2e-6 * right.norm()
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row"])
 def test_loop_and_grouped_experts_agree(kind):
     g = torch.Generator().manual_seed(3)
     x = torch.randn(T, D, generator=g)

@@ -22,7 +22,7 @@ def build_experts(
 ) -> nn.Module:
     """Module with `forward(x_TD, experts_TK int64, weights_TK fp32) -> y_TD`, see `weights.Experts` for the contract.
 
-    `precision` is the format of the GEMM inputs; only `te` reads it, the others compute in the input's dtype.
+    `precision` is the format of the GEMM inputs; `te` and `triton` read it, the others compute in the input's dtype.
     Raises RequestError for a kind that does not exist or does not know this ffn or bias.
     """
     if kind == "loop":
@@ -36,6 +36,10 @@ def build_experts(
     if kind == "triton":
         if importlib.util.find_spec("triton") is None:
             raise RequestError("backend.experts triton needs the package triton, which is not installed; choose grouped.")
+        if precision == "fp8_row":
+            from bmoe.model.experts.fp8 import Fp8Experts
+
+            return Fp8Experts(experts, width, expert_width, ffn, bias)
         from bmoe.model.experts.triton import TritonExperts
 
         return TritonExperts(experts, width, expert_width, ffn, bias)

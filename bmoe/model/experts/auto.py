@@ -65,6 +65,8 @@ def choose(
         return "grouped", "the fused kernels compute swiglu without biases only"
     if precision in TE_PRECISIONS:
         return "te", f"{precision} runs in Transformer Engine"
+    if precision == "fp8_row":
+        return "triton", "fp8_row runs in the fused kernels, with the scales in the products' epilogues"
     if precision == "fp32":
         return "grouped", "fp32: the fused kernels are for bf16"
     capability = torch.cuda.get_device_capability(device)
