@@ -8,15 +8,28 @@ Step (Loshchilov and Hutter 2019, eq. as in torch.optim.AdamW), with G = gradien
     m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2
     master = master (1 - lr wd) - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
-`scalars` (fp32 [5], on the device: scale, lr, 1 - b1^t, sqrt(1 - b2^t), keep) come from the device, so that clipping and
+`scalars` ([5], on the device: scale, lr, 1 - b1^t, sqrt(1 - b2^t), keep) come from the device, so that clipping and
 skipping a non-finite step need no host sync; keep = 0 leaves everything as it is.
 
 Bytes per weight: read 2 (gradient) + 2 + 2 + 2 s (moments of s bytes), write 2 + 2 + 2 s: 26 with fp32 moments, 18 with
-bf16 moments. About 20 operations: limited by memory. The one-pass kernel is kernels/adamw_triton.py; here is the plain twin.
+bf16 moments. About 20 operations: limited by memory. The kernels are in kernels/adamw_triton.py; here are their plain twins,
+which also define the order of operations: the kernels give the same bits.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Tensors(NamedTuple):
+    """What the step of one parameter touches: contiguous, of one size, on one device."""
+
+    weight: Tensor  # bf16 with `low`, or fp32
+    low: Tensor | None  # int16
+    gradient: Tensor  # bf16 or fp32
+    m: Tensor  # bf16 or fp32
+    v: Tensor  # as m
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,6 +44,29 @@ def join_master(weight: Tensor, low: Tensor) -> Tensor:
     low32 = low.to(torch.int32) & 0xFFFF
     high32 = weight.contiguous().view(torch.int16).to(torch.int32) - (low32 >> 15)
     return ((high32 << 16) | low32).view(torch.float32)
+
+
+def step_scalars(
+    norm: Tensor,
+    rate: Tensor,
+    attempted: Tensor,
+    skipped: Tensor,
+    skipped_in_a_row: Tensor,
+    clip: float | None,
+    b1: float,
+    b2: float,
+) -> Tensor:
+    """The fp64 `scalars` of a step whose gradient has this norm; counts it. All arguments lie on the device, [].
+
+    rate: fp64. attempted, skipped, skipped_in_a_row: int64, changed in place; a step counts as skipped if the norm is not finite.
+    """
+    keep = norm.isfinite()
+    skipped += ~keep
+    skipped_in_a_row.copy_(torch.where(keep, 0, skipped_in_a_row + 1))
+    attempted += 1
+    taken = (attempted - skipped).clamp(min=1).to(torch.float64)
+    scale = torch.ones_like(norm) if clip is None else (norm.clamp(min=1e-30).reciprocal() * clip).clamp(max=1.0)
+    return torch.stack([x.to(torch.float64) for x in (scale, rate, 1.0 - b1**taken, (1.0 - b2**taken).sqrt(), keep)])
 
 
 def adamw_torch(
@@ -55,3 +91,15 @@ def adamw_torch(
     m.copy_(torch.where(kept, new_m, m.to(master.dtype)))
     v.copy_(torch.where(kept, new_v, v.to(master.dtype)))
     master.copy_(torch.where(kept, new, master))
+
+
+def adamw_split(weight: Tensor, low: Tensor | None, *step: Tensor | float) -> None:
+    """`adamw_torch` on a weight that is its own master (low None), or on (bf16 weight, low) in place."""
+    if low is None:
+        adamw_torch(weight, *step)
+        return
+    master = join_master(weight, low)
+    adamw_torch(master, *step)
+    high, new_low = split_master(master)
+    weight.copy_(high)
+    low.copy_(new_low)

@@ -80,6 +80,7 @@ class Graphs:
                 self.updated = True
                 return self.optimizer.update()
             if self.update_graph is None:
+                self.optimizer.locate()
                 self.update_graph, self.norm = self._record(self.optimizer.update)
             self.update_graph.replay()
             return self.norm.clone()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from bmoe.kernels.adamw import adamw_torch, join_master, split_master
+from bmoe.kernels.adamw import Tensors, adamw_split, join_master, split_master, step_scalars
 from bmoe.recipe import OptimizerSection, ScheduleSection
 
 
@@ -69,6 +69,7 @@ class AdamW:
         self.m: dict[str, Tensor] = {}
         self.v: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
+        self.packed: dict[str, Tensor] = {}
         self.held = False
         for name, p in self.parameters.items():
             here = local(p.data)
@@ -83,10 +84,28 @@ class AdamW:
             self.m[name] = torch.zeros_like(here, dtype=dtype)
             self.v[name] = torch.zeros_like(here, dtype=dtype)
         device = next(iter(self.m.values())).device
+        self.fused = self._fuse() if device.type == "cuda" else None
         self.rate = torch.zeros((), dtype=torch.float64, device=device)
         self.attempted = torch.zeros((), dtype=torch.int64, device=device)  # steps, the skipped ones included
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _fuse(self):
+        """The kernels that step all parameters at once (kernels/adamw_triton.py); None if one is float64."""
+        if any(p.dtype == torch.float64 for p in self.parameters.values()):
+            return None
+        from bmoe.kernels.adamw_triton import Fused  # imported here: it needs triton
+
+        tensors = [self._tensors(name, self.sums.get(name, local(p.data))) for name, p in self.parameters.items()]
+        sharded = [hasattr(p, "to_local") for p in self.parameters.values()]
+        return Fused(tensors, [self._decay(name) for name in self.parameters], sharded, clear=self.accumulate)
+
+    def _tensors(self, name: str, gradient: Tensor) -> Tensors:
+        """What the step of a parameter touches on this rank."""
+        return Tensors(local(self.parameters[name].data), self.low.get(name), gradient, self.m[name], self.v[name])
+
+    def _decay(self, name: str) -> float:
+        return self.section.weight_decay if is_matrix(name, self.parameters[name]) else 0.0
 
     def _accumulate(self, name: str) -> Callable[[nn.Parameter], None]:
         def hook(p: nn.Parameter) -> None:
@@ -106,12 +125,29 @@ class AdamW:
 
     def global_norm(self) -> Tensor:
         """L2 norm of the whole gradient, fp32 or fp64 [] on the device, equal on every rank."""
-        sharded, whole = [], []
-        for name, p in self.parameters.items():
-            (sharded if hasattr(p, "to_local") else whole).append(self.gradient(name))
-        squares = [self.reduce(_sum_of_squares(sharded))] if sharded else []
-        squares += [_sum_of_squares(whole)] if whole else []
+        sharded = [name for name, p in self.parameters.items() if hasattr(p, "to_local")]
+        if self.fused:
+            self.locate()
+            of_sharded, of_whole = self.fused.squares()
+            return (self.reduce(of_sharded) + of_whole if sharded else of_whole).sqrt()
+        whole = [name for name, p in self.parameters.items() if not hasattr(p, "to_local")]
+        squares = [self.reduce(_sum_of_squares([self.gradient(name) for name in sharded]))] if sharded else []
+        squares += [_sum_of_squares([self.gradient(name) for name in whole])] if whole else []
         return sum(squares).sqrt()
+
+    def locate(self) -> None:
+        """Tell the kernels where the gradients are. Before a CUDA graph is recorded this sends the addresses that it will use."""
+        if self.fused:
+            self.fused.locate([self._tensors(name, self._packed(name)) for name in self.parameters])
+
+    def _packed(self, name: str) -> Tensor:
+        """A gradient as the kernels take it: itself, or a contiguous copy in a place of its own."""
+        gradient = self.gradient(name)
+        if gradient.is_contiguous():
+            return gradient
+        if name not in self.packed:
+            self.packed[name] = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        return self.packed[name].copy_(gradient)
 
     def step(self, lr: float) -> Tensor:
         """`set_rate`, then `update`."""
@@ -131,34 +167,19 @@ class AdamW:
         s = self.section
         self.sum_whole([self.gradient(name) for name, p in self.parameters.items() if not hasattr(p, "to_local")])
         norm = self.global_norm()
-        keep = norm.isfinite()
-        self.skipped += ~keep
-        self.skipped_in_a_row.copy_(torch.where(keep, 0, self.skipped_in_a_row + 1))
-        self.attempted += 1
-        taken = (self.attempted - self.skipped).clamp(min=1).to(torch.float64)
-        scale = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
-        b1, b2 = s.betas
-        scalars = torch.stack([x.to(torch.float64) for x in (scale, self.rate, 1.0 - b1**taken, (1.0 - b2**taken).sqrt(), keep)])
-        narrow = scalars.float()
-        for name, p in self.parameters.items():
-            decay = s.weight_decay if is_matrix(name, p) else 0.0
-            self._update(name, local(p.data), scalars if p.dtype == torch.float64 else narrow, b1, b2, s.eps, decay)
+        counters = (self.attempted, self.skipped, self.skipped_in_a_row)
+        if self.fused:
+            scalars = self.fused.scalars(norm, self.rate, *counters, s.clip_norm, *s.betas)
+            self.fused.step(scalars, *s.betas, s.eps)
+        else:
+            scalars = step_scalars(norm, self.rate, *counters, s.clip_norm, *s.betas)
+            narrow = scalars.float()
+            for name, p in self.parameters.items():
+                weight, low, gradient, m, v = self._tensors(name, self.gradient(name))
+                own = scalars if p.dtype == torch.float64 else narrow
+                adamw_split(weight, low, gradient, m, v, own, *s.betas, s.eps, self._decay(name))
         self.clear()
         return norm
-
-    def _update(self, name: str, weight: Tensor, scalars: Tensor, b1: float, b2: float, eps: float, decay: float) -> None:
-        low, gradient, m, v = self.low.get(name), self.gradient(name), self.m[name], self.v[name]
-        if weight.is_cuda and weight.dtype != torch.float64:
-            from bmoe.kernels.adamw_triton import adamw_triton  # Triton comes with CUDA builds of torch only
-
-            adamw_triton(weight, low, gradient.contiguous(), m, v, scalars, b1, b2, eps, decay)
-            return
-        master = weight if low is None else join_master(weight, low)
-        adamw_torch(master, gradient, m, v, scalars, b1, b2, eps, decay)
-        if low is not None:
-            high, new_low = split_master(master)
-            weight.copy_(high)
-            low.copy_(new_low)
 
     def hold_gradients(self) -> None:
         """Keep what accumulates in `grad` over several batches in its place from here on: it is cleared by zeroing.
@@ -176,14 +197,12 @@ class AdamW:
             kept[name].grad = torch.zeros_like(kept[name])
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients. The kernels leave zeros in those that accumulate."""
         for name, p in self.parameters.items():
-            if name in self.sums:
-                self.sums[name].zero_()
-                p.grad = None
-            elif self.held:
-                p.grad.zero_()
-            else:
+            kept = self.sums[name] if name in self.sums else p.grad if self.held else None
+            if kept is not None and (not self.fused or name in self.packed):
+                kept.zero_()
+            if name in self.sums or not self.held:
                 p.grad = None
 
     def master(self, name: str) -> Tensor:

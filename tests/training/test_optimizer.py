@@ -102,6 +102,41 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted(bad):
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), reference.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_the_kernels_over_all_parameters_step_as_the_plain_twin(batches, held, monkeypatch):
+    """bf16 and fp32 weights, several batches a step, a step that is skipped, and gradients that are not contiguous."""
+    kernels = pytest.importorskip("bmoe.kernels.adamw_triton")
+    for name, size in (("BLOCK", 16), ("CHUNK", 64), ("PROGRAMS", 3)):
+        monkeypatch.setattr(kernels, name, size)
+    nets, optimizers = [], []
+    for fused in (True, False):
+        net = network()
+        net[0].bfloat16()
+        optimizer = AdamW(net.named_parameters(), OptimizerSection(clip_norm=0.5), accumulate=batches > 1)
+        optimizer.fused = optimizer._fuse() if fused else None
+        if held:
+            optimizer.hold_gradients()
+        nets.append(net)
+        optimizers.append(optimizer)
+    for step in range(5):
+        norms = []
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            for batch in range(batches):
+                x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + batch)) + (math.nan if step == 2 else 0.0)
+                net[2](net[0](x.bfloat16()).tanh().float()).square().sum().backward()
+            if batches == 1:
+                net[2].weight.grad = net[2].weight.grad.T.contiguous().T
+            norms.append(float(optimizer.step(1e-2)))
+            assert all(not s.any() for s in optimizer.sums.values())
+            assert not held or batches == 1 or not net[2].weight.grad.any()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6, nan_ok=True)
+    for name in optimizers[0].parameters:
+        torch.testing.assert_close(*(optimizer.master(name) for optimizer in optimizers), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(optimizers[0].v[name], optimizers[1].v[name], rtol=1e-5, atol=1e-12)
+    assert [int(optimizer.skipped) for optimizer in optimizers] == [1, 1]
+
+
 def test_a_parameter_without_gradient_is_an_error():
     optimizer = AdamW(network().named_parameters(), OptimizerSection())
     with pytest.raises(RuntimeError, match="has no gradient"):
