@@ -9,7 +9,8 @@ The contestants
     hf-loop              transformers' MixtralSparseMoeBlock, experts one after the other
     hf-grouped           the same with `grouped_mm`
     hf-grouped-compiled  the same under torch.compile: the strongest thing a user has
-    loop, grouped, te, triton   ours under torch.compile where there is a GPU
+    loop, grouped, te, triton   ours under torch.compile where there is a GPU; te and triton with :fp8_row and the like behind
+                         the name compute in that precision
 All are timed in turns, so that the chip's temperature and clock favour none, and a timing spans several steps in a row
 (`STEPS`), so that the host runs ahead of the device as it does in training.
 """
@@ -80,11 +81,11 @@ class LayerTiming:
 class Layer(nn.Module):
     """Our router and experts as `bmoe train` runs them; `choice_TK` replaces the router's choice where given."""
 
-    def __init__(self, kind: str, shape: LayerShape, choice_TK: Tensor | None = None):
+    def __init__(self, kind: str, shape: LayerShape, choice_TK: Tensor | None = None, precision: str = "bf16"):
         super().__init__()
         self.shape, self.choice_TK = shape, choice_TK
         self.router = nn.Parameter(torch.randn(shape.experts, shape.width) * 0.02)
-        self.experts = build_experts(kind, shape.experts, shape.width, shape.expert_width)
+        self.experts = build_experts(kind, shape.experts, shape.width, shape.expert_width, precision=precision)
         self.register_buffer("bias_E", torch.zeros(shape.experts), persistent=False)
         self.register_buffer("real_tokens", torch.tensor(shape.tokens), persistent=False)
 
@@ -137,15 +138,16 @@ def hugging_face_block(implementation: str, shape: LayerShape, choice_TK: Tensor
 
 
 def contestant(name: str, shape: LayerShape, device: torch.device, dtype: torch.dtype, balanced: bool) -> tuple[nn.Module, Callable]:
-    """(module that owns the parameters, function of x_TD) for one of BASELINES or our KINDS."""
+    """(module that owns the parameters, function of x_TD) for one of BASELINES or our KINDS, with `:precision` behind it."""
     choice_TK = balanced_choice(shape, device) if balanced else None
     if name in BASELINES:
         block = hugging_face_block("eager" if name == "hf-loop" else "grouped_mm", shape, choice_TK).to(device, dtype)
         run = torch.compile(block) if name == "hf-grouped-compiled" else block
         return block, lambda x_TD: _first(run(x_TD[None])).reshape_as(x_TD)
-    if name not in KINDS:
+    kind, _, precision = name.partition(":")
+    if kind not in KINDS:
         raise RequestError(f"unknown expert implementation {name!r}; choose from {', '.join((*KINDS, *BASELINES))}.")
-    layer = Layer(name, shape, choice_TK).cast(device, dtype)
+    layer = Layer(kind, shape, choice_TK, precision or "bf16").cast(device, dtype)
     compiled = device.type == "cuda" and name != "loop"
     return layer, torch.compile(layer) if compiled else layer
 
