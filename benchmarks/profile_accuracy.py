@@ -41,7 +41,7 @@ from bmoe.jobs.profile import build
 from bmoe.jobs.stepping import step_of
 from bmoe.model import transformer
 from bmoe.parallel.world import World
-from bmoe.profiling import chips, compare, measure, memory, predict, profile
+from bmoe.profiling import chips, compare, footprint, measure, memory, predict, profile
 from bmoe.profiling.estimate import expected_load, open_data, with_values
 from bmoe.profiling.measure import Subject
 from bmoe.profiling.work import parameters
@@ -113,6 +113,9 @@ class Worker:
     def drop(self) -> None:
         """Free the model, and give all unused memory back: other processes use the same GPU."""
         self.case = self.subject = self.take = self.shards = None
+        self._free()
+
+    def _free(self) -> None:
         gc.collect()
         if self.cuda:
             torch._C._cuda_clearCublasWorkspaces()  # one a stream, and every model has a stream of its own
@@ -140,15 +143,17 @@ class Worker:
         return measure.whole_steps(self.subject, self.shards, self.device, 0, steps, take=self.take)
 
     def memory(self, case: Case, keep: bool = False) -> dict:
-        """GiB in closed form and by the allocator: while building, over the first step, and over the next three."""
+        """GiB in closed form and by the allocator: while building, over a first step, whose tensors are counted, and over
+        the next three."""
         self.drop()
         self._peak()
         before = torch.cuda.memory_allocated(self.device) / memory.GIB if self.cuda else None
         subject = self._hold(case)
         recipe, building = subject.recipe, self._peak()
-        self._steps(1)
+        counted, _ = footprint.by_category(subject, self.shards, self.device)
         first = self._peak()
-        self._steps(3)
+        self._free()
+        self._steps(3)  # the recording is among them
         measured = self._peak()
         sizes = memory.by_category(recipe, self.shards.alphabet.size, expected_load(recipe, self.shards))
         found = {
@@ -157,6 +162,7 @@ class Worker:
             "replayed": recipe.backend.graphs is True,
             "batches": recipe.training.tokens_per_step // recipe.data.tokens_per_batch,
             "predicted": sizes,
+            "counted": counted,
             "measured_peak": measured,
             "building_peak": building,
             "first_step_peak": first,
