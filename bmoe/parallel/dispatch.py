@@ -141,6 +141,7 @@ class AllToAll:
     def __init__(self, experts: int, group: dist.ProcessGroup):
         """experts: those of all ranks together."""
         self.experts, self.group, self.ranks = experts, group, group.size()
+        self.alone = self.ranks == 1
 
     @torch.no_grad()
     def _plan(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Journey:
@@ -149,7 +150,7 @@ class AllToAll:
         order = sort_slots(experts_TK, weights_TK, self.experts, kernel)
         journey = Journey(order, experts_TK.shape[1], kernel)
         sent_We = order.bounds_E1.diff().view(self.ranks, -1)
-        if self.ranks == 1:
+        if self.alone:
             journey.rows = journey.spread(x_TD), order.weight_N
             journey.sent = journey.received = [experts_TK.numel()]
             journey.expert_M = _experts_of_rows(sent_We, experts_TK.numel())
@@ -169,7 +170,7 @@ class AllToAll:
 
     def start(self, rows: tuple[Tensor, ...], going: list[int], coming: list[int]) -> tuple[tuple[Tensor, ...], list[dist.Work]]:
         """(where rows will be, the collectives to wait for)."""
-        if self.ranks == 1:
+        if self.alone:
             return rows, []
         out = tuple(part.new_empty(sum(coming), *part.shape[1:]) for part in rows)
         pairs = zip(out, rows, strict=True)
