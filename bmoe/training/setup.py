@@ -117,8 +117,8 @@ def why_no_graphs(recipe: Recipe, world: World, experts: str, attention: str) ->
         return "grouped products in fp32 read the loads of the experts on the host"
     if attention == "sdpa":
         return "attention by sdpa reads the lengths of the sequences on the host"
-    if recipe.precision.emulate:
-        return "precision.emulate is for studies, whose steps are not replayed"
+    if recipe.precision.statistics_every:
+        return "precision.statistics_every looks at tensors in the middle of a step"
     return None
 
 

@@ -61,7 +61,7 @@ def test_memory_is_near_the_closed_form(recompute, kind):
         pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
     found = run(recipe(backend={"recompute": recompute}), precision=kind, steps=3)["memory"]
     print(recompute, kind, {name: round(size, 2) for name, size in found.items() if isinstance(size, float)}, found["measured"])
-    assert found["peak"] == pytest.approx(found["measured_peak"], rel=0.15)
+    assert found["peak"] == pytest.approx(found["measured_peak"], rel=0.1)
 
 
 def test_two_profiles_agree_within_their_own_noise():
@@ -99,12 +99,14 @@ def test_mxfp8_is_reported_where_it_does_not_run():
     assert found["emulated"]["tokens"] > 1000 and set(found["predicted"]) == {"b200", "gb200"}
 
 
-def test_emulated_mxfp8_costs_at_most_twice_bf16():
-    """Both launched by the host: emulated steps are not replayed."""
-    bf16 = run(recipe(backend={"graphs": False}), steps=8)["step_s"]
-    emulated = run(recipe(precision={"kind": "mxfp8", "emulate": True}), steps=8)["step_s"]
-    print(f"step: bf16 {bf16 * 1e3:.1f} ms, emulated mxfp8 {emulated * 1e3:.1f} ms")
-    assert emulated < 2 * bf16
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
+def test_emulation_costs_at_most_twice_bf16(kind):
+    """Whole steps as training takes them: both replayed."""
+    plain, emulated = (run(recipe(precision=section), steps=8) for section in ({"kind": "bf16"}, {"kind": kind, "emulate": True}))
+    bf16, rounded = plain["step_s"], emulated["step_s"]
+    print(f"step: bf16 {bf16 * 1e3:.1f} ms, emulated {kind} {rounded * 1e3:.1f} ms: {rounded / bf16:.2f} times")
+    assert plain["replayed"] and emulated["replayed"]
+    assert rounded < 2 * bf16
 
 
 def test_beside_hugging_face():

@@ -28,7 +28,8 @@ def recipe(**sections):
         ({}, "loop", "varlen", "loop"),
         ({}, "triton", "sdpa", "sdpa"),
         ({"precision": {"kind": "fp32"}}, "grouped", "varlen", "fp32"),
-        ({"precision": {"kind": "mxfp8", "emulate": True}}, "grouped", "varlen", "emulate"),
+        ({"precision": {"kind": "mxfp8", "emulate": True}}, "grouped", "varlen", None),
+        ({"precision": {"kind": "mxfp8", "emulate": True, "statistics_every": 5}}, "grouped", "varlen", "statistics_every"),
         ({"model": {"layers": 2, "width": 256, "heads": 4, "moe": MOE | {"expert_width": 1100}}}, "triton", "varlen", "multiples of 8"),
     ],
 )
