@@ -173,13 +173,13 @@ def _weight_kernel(
     amax = tl.max(tl.load(amax_EP + expert * PARTS + tl.arange(0, PARTS)), axis=0)
     inside = (o < OUTPUTS)[:, None] & (i < INPUTS)[None, :]
     source = (o % 2) * (OUTPUTS // 2) + o // 2 if INTERLEAVE else o
-    w = tl.load(w_EOI + expert * OUTPUTS * INPUTS + source[:, None].to(tl.int64) * INPUTS + i[None, :], mask=inside, other=0.0).to(
-        tl.float32
-    )
-    q = _e4m3(w * _inverse(amax))
+    w = tl.load(w_EOI + expert * OUTPUTS * INPUTS + source[:, None].to(tl.int64) * INPUTS + i[None, :], mask=inside, other=0.0)
+    q = _e4m3(w.to(tl.float32) * _inverse(amax))
     tl.store(q_EOI + expert * OUTPUTS * INPUTS + o[:, None].to(tl.int64) * INPUTS + i[None, :], q, mask=inside)
+    # Transposed before it is rounded: Triton 3.6 loses bytes where it transposes E4M3.
+    q = _e4m3(tl.trans(w).to(tl.float32) * _inverse(amax))
     there = (i < INPUTS)[:, None] & (o < OUTPUTS)[None, :]
-    tl.store(q_EIO + expert * OUTPUTS * INPUTS + i[:, None].to(tl.int64) * OUTPUTS + o[None, :], tl.trans(q), mask=there)
+    tl.store(q_EIO + expert * OUTPUTS * INPUTS + i[:, None].to(tl.int64) * OUTPUTS + o[None, :], q, mask=there)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_E + expert, amax * 0.002232142857142857)
 
@@ -199,7 +199,7 @@ def quantize_weight(w_EOI: Tensor, interleave: bool = False) -> tuple[Tensor, Te
 
 
 def _round(x: Tensor, amax: Tensor) -> Tensor:
-    inverse = torch.where(amax > 0, (LARGEST / amax).clamp(max=3.0e38), 0.0)
+    inverse = torch.where(amax > 0, torch.full_like(amax, LARGEST).div(amax).clamp(max=3.0e38), 0.0)
     return (x.float() * inverse).clamp(-LARGEST, LARGEST).to(E4M3)
 
 

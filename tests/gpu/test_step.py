@@ -87,8 +87,8 @@ def test_a_replayed_step_never_waits(batches):
 def test_what_changes_from_step_to_step_reaches_a_replay(batches):
     """The count of steps, the learning rate and the key of the noise are read anew in every replay."""
     subject = stepper(True, batches, moe={"jitter": 0.1})
-    run(subject, 5)
-    assert subject.graphs.update_graph is not None and int(subject.optimizer.attempted) == 5
+    run(subject, 12)  # a batch with more segments than any before starts a recording anew: leave it behind
+    assert subject.graphs.update_graph is not None and int(subject.optimizer.attempted) == 12
     with TrainingLoader(RealLengths(400), subject.recipe, Position(0, 0), pin=True) as loader:
         step = loader.next().batches
     totals = torch.tensor([sum(b.targets for b in step), sum(int(b.real_tokens) for b in step), 0, 0])
@@ -104,7 +104,7 @@ def test_what_changes_from_step_to_step_reaches_a_replay(batches):
     losses = [[float(subject.backward(batch, totals, key).loss) for batch in step] for key in (1, 1, 2)]
     subject.update(0.0)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] != pytest.approx(losses[2], rel=1e-5)
-    assert moved_at(1e-3) and int(subject.optimizer.attempted) == 8
+    assert moved_at(1e-3) and int(subject.optimizer.attempted) == 15
 
 
 def test_a_batch_with_more_segments_is_recorded_anew():
@@ -116,8 +116,8 @@ def test_a_batch_with_more_segments_is_recorded_anew():
     for batch in (*batches, wide, *batches):
         totals = torch.tensor([batch.targets, int(batch.real_tokens), 0, 0])
         losses = [float(s.backward(batch, totals).loss) for s in (subject, eager)]
-        norms = [float(s.update(1e-3)) for s in (subject, eager)]
-        assert losses[0] == pytest.approx(losses[1], rel=5e-3) and norms[0] == pytest.approx(norms[1], rel=5e-2)
+        norms = [float(s.update(1e-5)) for s in (subject, eager)]
+        assert losses[0] == pytest.approx(losses[1], rel=2e-3) and norms[0] == pytest.approx(norms[1], rel=5e-2)
     assert subject.graphs.inputs.tensors["cu_seqlens"].numel() >= wide.cu_seqlens.numel()
     assert subject.graphs.batch_graph is not None
 

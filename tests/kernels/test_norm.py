@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from bmoe.kernels import norm
+from bmoe.kernels.sums import sum_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -30,6 +31,32 @@ def test_values_and_gradients(shape, programs, monkeypatch):
     wanted = torch.autograd.grad(want, exact, (ds.double(), dh.double()))
     for got, expected in zip((*out, *grads), (*want, *wanted), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(37, 64), (5, 1280), (9, 100), (1, 1)])
+def test_alone(shape, monkeypatch):
+    monkeypatch.setattr(norm, "PROGRAMS", 3)
+    monkeypatch.setattr(norm, "ELEMENTS", 512)
+    torch.manual_seed(0)
+    x, dh = (torch.randn(shape, device=DEVICE) for _ in range(2))
+    w = torch.randn(shape[1], device=DEVICE)
+    leaves, exact = [x.requires_grad_(), w.requires_grad_()], [t.detach().double().requires_grad_() for t in (x, w)]
+    out, want = norm.norm(*leaves, 1e-5), reference(exact[0], 0.0, exact[1], 1e-5)[1]
+    grads, wanted = torch.autograd.grad(out, leaves, dh), torch.autograd.grad(want, exact, dh.double())
+    for got, expected in zip((out, *grads), (want, *wanted), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (528, 70), (3, 33), (129, 8, 5), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_partial_sums_add_up(shape, dtype):
+    parts = torch.randint(-8, 9, shape, device=DEVICE).float()  # whole numbers: any order gives the same sum
+    total = sum_parts(parts, dtype)
+    assert total.dtype == dtype and total.shape == parts.shape[1:]
+    if dtype == torch.float32:
+        assert torch.equal(total, parts.sum(0))
+    else:  # the interpreter cuts bf16 off
+        torch.testing.assert_close(total, parts.sum(0).to(dtype), rtol=2.0**-7, atol=0.0)
 
 
 def test_no_tokens_give_no_gradient():

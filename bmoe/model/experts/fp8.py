@@ -38,7 +38,13 @@ def _forward_fake(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF):
 def experts_forward(
     x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y_TD, and for the backward h_NI, the Order, both weights in FP8 transposed, and their scales."""
+    """y_TD, and for the backward h_NI, the Order, both weights in FP8 transposed, and their scales.
+
+    Raises RequestError where the products cannot run (here, where torch.compile does not look).
+    """
+    reason = fp8_gemm.why_not(x_TD.device, x_TD.dtype, down_EDF.shape[1], down_EDF.shape[2])
+    if reason is not None:
+        raise RequestError(f"precision.kind fp8_row cannot run here: {reason}.")
     x_TD, k = x_TD.contiguous(), experts_TK.shape[1]
     order = sort_slots(experts_TK, weights_TK, gate_up_ECD.shape[0])
     bounds_E1 = order.bounds_E1
@@ -110,7 +116,4 @@ class Fp8Experts(TritonExperts):
         """y_TD in bf16, of bf16 x_TD. Raises RequestError where the products cannot run."""
         if x_TD.shape[0] == 0:
             return super().forward(x_TD, experts_TK, weights_TK)
-        reason = fp8_gemm.why_not(x_TD.device, x_TD.dtype, self.width, self.expert_width)
-        if reason is not None:
-            raise RequestError(f"precision.kind fp8_row cannot run here: {reason}.")
         return _Experts.apply(x_TD, experts_TK, weights_TK, self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype))
