@@ -80,9 +80,9 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     resolved = recipes.load(folder / "recipe.yaml")
     shards, valid = open_split(resolved, data, "train"), open_split(resolved, data, "valid")
 
-    newest = checkpoint.resume_point(folder, world) if resume else None
+    newest = checkpoint.resume_point(folder, world, console.note if world.rank == 0 else lambda text: None) if resume else None
     model, optimizer = build(resolved, shards.alphabet, world, fresh=newest is None)
-    progress = state.load_state(newest, model, optimizer) if newest else state.Progress()
+    progress = state.load_state(newest, model, optimizer, checked=True) if newest else state.Progress()
     if world.rank == 0:
         MetricsLog(folder / "metrics.jsonl").cut_back(progress.step)
     latest: list[perplexity.Perplexity] = []

@@ -1,11 +1,14 @@
 """Checkpoints: torch.distributed.checkpoint folders that appear whole or not at all.
 
-    RUN/checkpoints/step-0000001000/   tensors under canonical names, and meta.json
+    RUN/checkpoints/step-0000001000/   tensors under canonical names, digests.json of all files, and meta.json
     RUN/checkpoints/latest             name of the newest folder, written after it is whole
 
 A checkpoint is written as `step-….partial`, each rank its own parts, checked, and renamed when all is on disk. So a folder
 without that ending is whole, whatever killed the run, and `latest` never names half a checkpoint. Tensors are copied to the
-host first, one after the other; with `async` the files are then written by a thread while training goes on.
+host first, one after the other; with `async` the files are then written and hashed by a thread while training goes on.
+
+Before a checkpoint is read, its files are compared with their digests. A resume sets a damaged one aside (`step-….damaged`)
+and takes the one before.
 
 The newest `keep` checkpoints stay, and the one with the lowest valid_loss.
 
@@ -32,9 +35,10 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from bmoe.errors import RequestError, RunError
 from bmoe.parallel.launch import on_first
 from bmoe.parallel.world import World
+from bmoe.training.digests import DIGESTS, damage, digest, digest_text, dump
 from bmoe.training.optimizer import local
 
-PARTIAL = ".partial"
+PARTIAL, DAMAGED = ".partial", ".damaged"
 META = "meta.json"
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # torch says so at every save of one process
@@ -74,22 +78,57 @@ def newest_whole(directory: Path) -> Path | None:
 
 def best_whole(directory: Path) -> Path | None:
     """The checkpoint with the lowest valid_loss, or None if none was validated."""
-    losses = {path: read_meta(path).get("valid_loss") for path in _whole(directory)}
+    losses = {path: _valid_loss(path) for path in _whole(directory)}
     known = {path: loss for path, loss in losses.items() if loss is not None and math.isfinite(loss)}
     return min(known, key=known.__getitem__) if known else None
 
 
+def _valid_loss(checkpoint: Path) -> float | None:
+    try:
+        return read_meta(checkpoint).get("valid_loss")
+    except RequestError:  # damaged, so not the best
+        return None
+
+
 def _whole(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.glob("step-*") if not p.name.endswith(PARTIAL) and (p / META).is_file())
+    return sorted(p for p in directory.glob("step-*") if not p.name.endswith((PARTIAL, DAMAGED)) and (p / META).is_file())
 
 
-def resume_point(run: Path, world: World) -> Path | None:
-    """The newest whole checkpoint of a run, the same on every rank; None if there is none. Collective."""
-    return on_first(world, lambda: newest_whole(run / "checkpoints"))
+def resume_point(run: Path, world: World, note: Callable[[str], None] = lambda text: None) -> Path | None:
+    """The newest undamaged checkpoint of a run, the same on every rank; None if there is none yet. Collective.
+
+    Damaged ones that are newer are renamed, and `note` is told of each. Raises RequestError if all are damaged.
+    """
+    directory, fault = run / "checkpoints", None
+    for path in on_first(world, lambda: _whole(directory)[::-1]):
+        fault = damage(path)
+        if fault is None:
+            return path
+        aside = on_first(world, lambda path=path: _set_aside(path))
+        note(f"{path} is damaged ({fault}); it is set aside as {aside.name}, and the checkpoint before it is taken")
+    if fault is not None:
+        raise RequestError(f"every checkpoint of {run} was damaged and is set aside (the last: {fault}); --resume now starts from step 0")
+    return None
 
 
-def load(checkpoint: Path, state: dict[str, Tensor]) -> None:
-    """Fill the tensors of `state` in place. Raises RequestError naming what is missing, misshapen or unreadable."""
+def _set_aside(checkpoint: Path) -> Path:
+    aside = checkpoint.with_name(checkpoint.name + DAMAGED)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        return checkpoint.rename(aside)
+    except OSError as error:
+        raise RequestError(f"{checkpoint} is damaged and cannot be renamed ({error.strerror}); move it away") from None
+
+
+def load(checkpoint: Path, state: dict[str, Tensor], checked: bool = False) -> None:
+    """Fill the tensors of `state` in place. Collective, if there are ranks.
+
+    checked: its files have just been compared with their digests (`resume_point`). Raises RequestError naming what is missing,
+    misshapen or damaged.
+    """
+    fault = None if checked else damage(checkpoint)
+    if fault is not None:
+        raise RequestError(f"{checkpoint} is damaged ({fault}); use another checkpoint of the run")
     reader = FileSystemReader(checkpoint)
     try:
         known = reader.read_metadata().state_dict_metadata
@@ -189,7 +228,23 @@ class Checkpoints:
         self._on_rank_0(lambda: self._begin(partial))
         writer = FileSystemWriter(partial, sync_files=True, thread_count=1)  # torch 2.11-2.13 lose the errors of further threads
         dcp.save(state, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
-        self._on_rank_0(lambda: self._finish(partial, self.directory / folder_name(step), meta))
+        digests = self._digests(partial)
+        self._on_rank_0(lambda: self._finish(partial, self.directory / folder_name(step), digests, meta))
+
+    def _digests(self, partial: Path) -> dict[str, dict]:
+        """Of every file: each rank hashes what it has written. Raises OSError on every rank."""
+        found: list[dict | str] = [{}]
+        try:
+            names = [*partial.glob(f"__{self.rank}_*"), *(partial.glob(".metadata") if self.rank == 0 else ())]
+            found = [{path.name: digest(path) for path in names}]
+        except OSError as error:
+            found = [str(error)]
+        if self.group is not None:
+            mine, found = found[0], [None] * self.group.size()
+            dist.all_gather_object(found, mine, group=self.group)
+        if fault := next((f for f in found if isinstance(f, str)), None):
+            raise OSError(fault)
+        return {name: facts for part in found for name, facts in part.items()}
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Run `action` on rank 0 while the others wait. Its OSError is raised on every rank."""
@@ -209,9 +264,11 @@ class Checkpoints:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         partial.mkdir(parents=True)
 
-    def _finish(self, partial: Path, final: Path, meta: dict) -> None:
-        _check_files(partial)
-        _write_synced(partial / META, json.dumps(meta, indent=1))
+    def _finish(self, partial: Path, final: Path, digests: dict[str, dict], meta: dict) -> None:
+        _check_files(partial, digests)
+        text = json.dumps(meta, indent=1)
+        _write_synced(partial / DIGESTS, dump(digests | {META: digest_text(text)}))
+        _write_synced(partial / META, text)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _sync_directory(self.directory)
@@ -224,8 +281,8 @@ class Checkpoints:
             shutil.rmtree(old)
 
 
-def _check_files(folder: Path) -> None:
-    """Whether every part of every tensor is on disk in full length. Raises OSError."""
+def _check_files(folder: Path, digests: dict[str, dict]) -> None:
+    """Whether every part of every tensor is on disk in full length, in a file that was hashed. Raises OSError."""
     facts = FileSystemReader(folder).read_metadata()
     stored = {(index.fqn, index.offset) for index in facts.storage_data}
     for name, tensor in facts.state_dict_metadata.items():
@@ -233,6 +290,8 @@ def _check_files(folder: Path) -> None:
             if (name, chunk.offsets) not in stored:
                 raise OSError(f"a part of {name} was not written")
     for info in facts.storage_data.values():
+        if info.relative_path not in digests:
+            raise OSError(f"{folder / info.relative_path} was not hashed")
         size = (folder / info.relative_path).stat().st_size
         if size < info.offset + info.length:
             raise OSError(f"{folder / info.relative_path} has {size} bytes of {info.offset + info.length}")

@@ -61,10 +61,14 @@ def all_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     return dict(each_tensor(model, optimizer))
 
 
-def load_state(checkpoint: Path, model: nn.Module, optimizer: AdamW) -> Progress:
-    """Put the state of a checkpoint, written by any layout, into `model` and `optimizer`. Collective. Raises RequestError."""
-    meta, tensors = read_meta(checkpoint), all_tensors(model, optimizer)
-    load(checkpoint, tensors)
+def load_state(checkpoint: Path, model: nn.Module, optimizer: AdamW, checked: bool = False) -> Progress:
+    """Put the state of a checkpoint, written by any layout, into `model` and `optimizer`. Collective. Raises RequestError.
+
+    checked: see `checkpoint.load`.
+    """
+    tensors = all_tensors(model, optimizer)
+    load(checkpoint, tensors, checked)
+    meta = read_meta(checkpoint)
     restore(model, optimizer, tensors, meta["step"])
     return Progress.from_meta(meta)
 

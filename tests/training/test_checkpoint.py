@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole or not there, kept by age and by validation, and clear words when the disk or a file is broken."""
 
+import hashlib
 import resource
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from bmoe.errors import RequestError, RunError
-from bmoe.training import checkpoint
+from bmoe.parallel.world import World
+from bmoe.training import checkpoint, digests
 from bmoe.training.checkpoint import Checkpoints
 
 
@@ -125,11 +127,68 @@ def test_damage_and_strangers_are_named(tmp_path):
         checkpoint.read_meta(tmp_path)
     largest = max(good.glob("*.distcp"), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(RequestError, match="is damaged .*distcp has .* bytes of"):
+        load(good)
+    (good / "digests.json").unlink()  # as one that was written before there were digests
     with pytest.raises(RequestError, match="is damaged"):
         load(good)
     (good / ".metadata").write_bytes(b"")
     with pytest.raises(RequestError, match="cannot be read"):
         load(good)
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("pattern", ["*.distcp", ".metadata", "meta.json", "digests.json"])
+def test_one_flipped_bit_anywhere_is_found(tmp_path, monkeypatch, pattern, place):
+    monkeypatch.setattr(digests, "PART", 10_000)  # several parts a file
+    save(tmp_path, 1)
+    good = newest(tmp_path)
+    load(good)
+    flip(next(good.glob(pattern)), place)
+    named = "" if pattern == "digests.json" else pattern.strip("*")  # a digest that changed accuses its file
+    with pytest.raises(RequestError, match=rf"step-0000000001 is damaged \(.*{named}.*use another checkpoint"):
+        load(good)
+
+
+def flip(file: Path, place: float = 0.5, bit: int = 3) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def test_a_resume_sets_a_damaged_checkpoint_aside_and_takes_the_one_before(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    flip(next((tmp_path / "checkpoints" / "step-0000000003").glob("*.distcp")))
+    (tmp_path / "checkpoints" / "step-0000000002" / ".metadata").unlink()
+    world, told = World(torch.device("cpu")), []
+    assert checkpoint.resume_point(tmp_path, world, told.append).name == "step-0000000001"
+    assert "step-0000000003 is damaged (__0_0.distcp has other bytes than were written, between 0 and" in told[0]
+    assert "step-0000000002 is damaged (.metadata cannot be read" in told[1] and len(told) == 2
+    aside = sorted(p.name for p in (tmp_path / "checkpoints").glob("*.damaged"))
+    assert aside == ["step-0000000002.damaged", "step-0000000003.damaged"]
+    assert newest(tmp_path).name == "step-0000000001"
+    save(tmp_path, 2, keep=1)  # what was set aside counts for nothing
+    assert checkpoint.resume_point(tmp_path, world).name == "step-0000000002"
+    flip(newest(tmp_path) / "meta.json")
+    with pytest.raises(RequestError, match="every checkpoint of .* was damaged"):
+        checkpoint.resume_point(tmp_path, world)
+    assert checkpoint.resume_point(tmp_path, world) is None
+
+
+def test_a_damaged_meta_does_not_stop_a_save(tmp_path):
+    save(tmp_path, 1, valid_loss=1.0)
+    (newest(tmp_path) / "meta.json").write_text("{")
+    save(tmp_path, 2, keep=2, valid_loss=2.0)
+    assert checkpoint.best_whole(tmp_path / "checkpoints").name == "step-0000000002"
+
+
+def test_files_are_hashed_in_parts_as_a_whole_would_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(digests, "PART", 1000)
+    data = bytes(range(256)) * 17
+    (tmp_path / "file").write_bytes(data)
+    found = digests.digest(tmp_path / "file")
+    assert found == {"bytes": 4352, "sha256": [hashlib.sha256(data[begin : begin + 1000]).hexdigest() for begin in range(0, 4352, 1000)]}
 
 
 def test_paths_of_runs_and_checkpoints_are_understood(tmp_path):
