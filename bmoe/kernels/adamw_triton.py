@@ -9,8 +9,8 @@ which part of which parameter a program works on, so that one launch serves all 
     scalars   norm -> clipping, bias corrections, keep, counters                  one program
     adamw     the update; accumulated gradients are cleared in the same pass      bytes: see kernels/adamw.py
 
-No atomics: the same bits on every run. Every operation is rounded as torch rounds it (no contraction to fma, exact division
-and root), so that the update equals the plain twin bit for bit; memory limits it all the same.
+No atomics: the same bits on every run. Moments are rounded as torch rounds them (no contraction to fma) and equal the plain
+twin's bit for bit; weights differ from it in the last bits of the update, whose division and root are the fast ones.
 
 The addresses of gradients change from step to step unless a CUDA graph holds them. `locate` compares them with the table and
 sends a new one from pinned memory, in the background, only if any moved; a recording reads the table that it was made with.
@@ -27,7 +27,10 @@ from torch import Tensor
 from bmoe.kernels.adamw import Tensors
 
 BLOCK = 4096
-"""Elements of a tile."""
+"""Elements of a tile of the sum of squares."""
+
+TILE, REST = 2048, 256
+"""Elements of a tile of the update (64 registers a thread), and of one of what is left or not aligned."""
 
 CHUNK = 16384
 """Elements that one program updates: some tiles, so that looking up addresses costs little."""
@@ -152,7 +155,7 @@ def _update_tile(
         else:
             weight_p = _at(weight_a, at, tl.float32, ALIGNED)
             master = tl.load(weight_p, mask=inside)
-        update = tl.div_rn(tl.div_rn(m, correction1), tl.div_rn(tl.sqrt_rn(v), root_correction2) + eps)
+        update = (m / correction1) / (tl.sqrt(v) / root_correction2 + eps)
         master = master * (1.0 - lr * decay) - lr * update
         tl.store(m_p, m.to(MOMENT), mask=inside)
         tl.store(v_p, v.to(MOMENT), mask=inside)
@@ -183,6 +186,7 @@ def _adamw_kernel(
     MOMENT: tl.constexpr,
     CLEAR: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):
     chunk = chunks_C3 + tl.program_id(0) * 3
     row = tl.load(chunk)
@@ -195,19 +199,20 @@ def _adamw_kernel(
     v = tl.load(table_P5 + row * 5 + 4)
     decay = tl.load(decay_P + row)
     aligned = ((weight | low | gradient | m | v) & 15) == 0
-    lane = tl.arange(0, BLOCK)
-    for first in range(0, length, BLOCK):
-        at = start + first + lane
-        if aligned & (first + BLOCK <= length):
-            _update_tile(
-                weight, low, gradient, m, v, at, None, scalars_5, b1, rest1, b2, rest2, eps, decay,
-                SPLIT, GRADIENT, MOMENT, CLEAR, True,
-            )  # fmt: skip
-        else:
-            _update_tile(
-                weight, low, gradient, m, v, at, first + lane < length, scalars_5, b1, rest1, b2, rest2, eps, decay,
-                SPLIT, GRADIENT, MOMENT, CLEAR, False,
-            )  # fmt: skip
+    wide = tl.arange(0, BLOCK)
+    whole = tl.where(aligned, length // BLOCK * BLOCK, 0)
+    for first in range(0, whole, BLOCK):
+        _update_tile(
+            weight, low, gradient, m, v, start + first + wide, None, scalars_5, b1, rest1, b2, rest2, eps, decay,
+            SPLIT, GRADIENT, MOMENT, CLEAR, True,
+        )  # fmt: skip
+    # What is left is little, and goes by small tiles: addresses of single elements would take registers from the tiles above.
+    narrow = tl.arange(0, REST)
+    for first in range(whole, length, REST):
+        _update_tile(
+            weight, low, gradient, m, v, start + first + narrow, first + narrow < length, scalars_5, b1, rest1, b2, rest2, eps, decay,
+            SPLIT, GRADIENT, MOMENT, CLEAR, False,
+        )  # fmt: skip
 
 
 class _Group(NamedTuple):
@@ -298,7 +303,7 @@ class Fused:
                 continue
             _adamw_kernel[(group.chunks_C3.shape[0],)](
                 self.table_P5, group.chunks_C3, self.decay_P, scalars_5, b1, 1.0 - b1, b2, 1.0 - b2, eps,
-                group.split, _TYPES[group.gradient], _TYPES[group.moment], self.clear, BLOCK,
+                group.split, _TYPES[group.gradient], _TYPES[group.moment], self.clear, TILE, REST,
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
 

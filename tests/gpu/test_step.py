@@ -167,8 +167,8 @@ def everything(subject: AdamW) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("batches", [1, 3])
-def test_updates_have_the_same_bits_plain_fused_and_replayed(batches, clip):
-    """A clipped plain update differs in the last bit of the norm; fused and replayed ones never differ."""
+def test_updates_are_the_same_plain_fused_and_replayed(batches, clip):
+    """Fused and replayed updates never differ; a plain one has the same moments, and when clipped another last bit of the norm."""
     plain, eager, replayed = (optimizer(batches > 1, clip) for _ in range(3))
     plain.fused = None
     replayed.hold_gradients()
@@ -198,10 +198,10 @@ def test_updates_have_the_same_bits_plain_fused_and_replayed(batches, clip):
         assert float(norms[plain]) == pytest.approx(float(norms[eager]), rel=1e-6)
         for name, value in everything(eager).items():
             assert torch.equal(value, everything(replayed)[name]), (step, name)
-            if clip is None:
-                assert torch.equal(value, everything(plain)[name]), (step, name)
-            else:
-                torch.testing.assert_close(everything(plain)[name].float(), value.float(), rtol=2e-2, atol=70000 if "low" in name else 1e-4)
+            if clip is None and name[:2] in ("m ", "v "):
+                torch.testing.assert_close(everything(plain)[name], value, rtol=1e-5, atol=1e-7)
+        for name in eager.parameters:
+            torch.testing.assert_close(plain.master(name), eager.master(name), rtol=2e-5, atol=1e-5)
     assert int(replayed.attempted) == 6
 
 

@@ -1,4 +1,4 @@
-"""AdamW over all parameters at once against its plain twin, bit for bit, through Triton's interpreter or on the GPU."""
+"""AdamW over all parameters at once against its plain twin, moments bit for bit, through Triton's interpreter or on the GPU."""
 
 import math
 import struct
@@ -54,12 +54,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_same_step(got: Tensors, want: Tensors) -> None:
-    """All bits on a GPU. On a CPU torch's square root is not always the nearest number, and the interpreter cuts bf16 off."""
-    if DEVICE == "cuda":
-        assert all(b is None or same_bits(a, b) for a, b in zip(got, want, strict=True))
-        return
+    """Moments have all bits (but for the interpreter, which cuts bf16 off); the update's division and root are fast ones on a
+    GPU, and on a CPU torch's root is not always the nearest number."""
     for a, b in ((got.m, want.m), (got.v, want.v)):
-        if b.dtype == BF16:
+        if b.dtype == BF16 and DEVICE == "cpu":
             torch.testing.assert_close(a, b, rtol=2.0**-7, atol=0.0)
         else:
             assert same_bits(a, b)
@@ -91,7 +89,7 @@ SCALARS = {
 @pytest.mark.parametrize("clear", [False, True])
 @pytest.mark.parametrize("scalars", SCALARS.values(), ids=SCALARS)
 @pytest.mark.parametrize("moment", [FP32, BF16])
-def test_a_step_of_mixed_parameters_has_the_bits_of_the_twin(moment, scalars, clear):
+def test_a_step_of_mixed_parameters_equals_the_twin(moment, scalars, clear):
     parameters = [p._replace(m=p.m.to(moment), v=p.v.to(moment)) for p in mixed()]
     if math.isnan(scalars[0]):
         parameters[2].gradient[5] = math.nan
