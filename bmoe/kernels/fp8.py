@@ -115,7 +115,7 @@ def quantize_rows(
     _rows_kernel[(triton.cdiv(rows, block),)](
         x_RC, q_RC, scale_R, none if factor_E is None else factor_E, none if weight_R is None else weight_R,
         none if bounds_E1 is None else bounds_E1, rows, C, columns, block, experts,
-        triton.next_power_of_2(max(experts, 1)), weight_R is not None, num_warps=4 if columns <= 4096 else 8,
+        triton.next_power_of_2(max(experts, 1)), weight_R is not None, num_warps=4 if columns <= 8192 else 8,
     )  # fmt: skip
     return q_RC, scale_R
 
@@ -176,7 +176,6 @@ def _weight_kernel(
     w = tl.load(w_EOI + expert * OUTPUTS * INPUTS + source[:, None].to(tl.int64) * INPUTS + i[None, :], mask=inside, other=0.0)
     q = _e4m3(w.to(tl.float32) * _inverse(amax))
     tl.store(q_EOI + expert * OUTPUTS * INPUTS + o[:, None].to(tl.int64) * INPUTS + i[None, :], q, mask=inside)
-    # Transposed before it is rounded: Triton 3.6 loses bytes where it transposes E4M3.
     q = _e4m3(tl.trans(w).to(tl.float32) * _inverse(amax))
     there = (i < INPUTS)[:, None] & (o < OUTPUTS)[None, :]
     tl.store(q_EIO + expert * OUTPUTS * INPUTS + i[:, None].to(tl.int64) * OUTPUTS + o[None, :], q, mask=there)
@@ -234,4 +233,6 @@ def quantize_weight_reference(w_EOI: Tensor, interleave: bool = False) -> tuple[
         w_EOI = torch.stack(w_EOI.chunk(2, dim=1), dim=2).flatten(1, 2)
     amax_E = w_EOI.float().abs().flatten(1).amax(1)
     q_EOI = _round(w_EOI, amax_E[:, None, None])
-    return q_EOI, q_EOI.transpose(1, 2).contiguous(), amax_E / LARGEST
+    # As bytes: torch 2.11 loses some where it transposes E4M3 on a GPU.
+    q_EIO = q_EOI.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3)
+    return q_EOI, q_EIO, amax_E / LARGEST

@@ -47,17 +47,17 @@ def _quack() -> SimpleNamespace:
 
     from bmoe.kernels.fp8_epilogues import scaled_dswiglu, scaled_swiglu
 
-    def tile(m: int, n: int):
-        return GemmConfig(tile_m=m, tile_n=n, pingpong=False, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)
+    def tile(m: int, n: int, pingpong: bool = False):
+        return GemmConfig(tile_m=m, tile_n=n, pingpong=pingpong, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)
 
-    wide, square = tile(128, 192), tile(128, 128)
+    wide, fitting = tile(128, 192), tile(128, 160)
     return SimpleNamespace(
         gated=scaled_swiglu,
         dgated=scaled_dswiglu,
         plain=gemm_tuned.fn,
         up=wide,
-        rows=lambda n: wide if n % 192 == 0 or n > 1536 else square,
-        ddown=tile(256, 96),
+        rows=lambda n: fitting if n % 160 == 0 else wide,
+        ddown=tile(128, 128, pingpong=True),
     )
 
 
