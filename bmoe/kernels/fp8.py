@@ -14,8 +14,11 @@ FP8 products on Hopper read both operands along the contraction only, so a weigh
 different contractions is written twice, the second time transposed. gate_up is written with gate and up rows
 interleaved, as kernels/fused_gemm.py wants them.
 
-Bytes: rows 2 R C in, R C out. Weights 2 E O I in for the maxima (the second read finds part of it in L2) and again for
-the copies, 2 E O I out.
+The activation's backward ends in a quantisation too, so it is a pass here: a row's scale needs the whole row, which no tile
+of a GEMM sees. It replaces the epilogue that the bf16 path has, and a second pass that would read dh again.
+
+Bytes: rows 2 R C in, R C out. dswiglu 6 N F in, 8 N F out. Weights 2 E O I in for the maxima, and again for the copies,
+2 E O I out. Measured on an H200 (copying 4.27 TB/s): rows 3.4-4.1 TB/s from 768 to 11,264 columns, weights 3.7, maxima 3.6.
 """
 
 import torch
@@ -121,6 +124,75 @@ def quantize_rows(
 
 
 @triton.jit
+def _dswiglu_kernel(
+    da_NF,
+    h_NI,
+    scale_N,
+    weight_N,
+    bounds_E1,
+    factor_E,
+    dh_NI,
+    dh8_NI,
+    dh_scale_N,
+    aw_NF,
+    dweight_N,
+    F: tl.constexpr,
+    F_P2: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERTS_P2: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < tl.load(bounds_E1 + EXPERTS)
+    f = tl.arange(0, F_P2)
+    i = tl.arange(0, 2 * F_P2)
+    at_f = row[:, None].to(tl.int64) * F + f[None, :]
+    at_i = row[:, None].to(tl.int64) * (2 * F) + i[None, :]
+    inside_f = real[:, None] & (f < F)[None, :]
+    inside_i = real[:, None] & (i < 2 * F)[None, :]
+    w = tl.load(weight_N + row, mask=real, other=0.0)
+    h = tl.load(h_NI + at_i, mask=inside_i, other=0.0)
+    g, u = tl.split(tl.reshape(h, (ROWS, F_P2, 2)))
+    g, u = g.to(tl.float32), u.to(tl.float32)
+    s = tl.sigmoid(g)
+    silu = g * s
+    da = tl.load(da_NF + at_f, mask=inside_f, other=0.0).to(tl.float32) * tl.load(scale_N + row, mask=real, other=0.0)[:, None]
+    tl.store(dweight_N + row, tl.sum(da * silu * u, axis=1), mask=real)
+    tl.store(aw_NF + at_f, (w[:, None] * silu * u).to(aw_NF.dtype.element_ty), mask=inside_f)
+    da *= w[:, None]
+    dg = da * u * (s + silu * (1.0 - s))
+    du = da * silu
+    amax = tl.max(tl.maximum(_size(dg), _size(du)), axis=1)
+    dh = tl.reshape(tl.join(dg, du), (ROWS, 2 * F_P2))
+    tl.store(dh_NI + at_i, dh.to(dh_NI.dtype.element_ty), mask=inside_i)
+    tl.store(dh8_NI + at_i, _e4m3(dh * _inverse(amax)[:, None]), mask=inside_i)
+    factor = tl.load(factor_E + _expert_of(row, bounds_E1, EXPERTS, EXPERTS_P2))
+    tl.store(dh_scale_N + row, amax * 0.002232142857142857 * factor, mask=real)
+
+
+def dswiglu_quantize(
+    da_NF: Tensor, h_NI: Tensor, scale_N: Tensor, weight_of_row_N: Tensor, bounds_E1: Tensor, factor_E: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The activation's backward in one pass: (dh_NI, dh8_NI E4M3, its scale_N fp32, aw_NF, dweight_of_row_N fp32).
+
+    da_NF times scale_N is the gradient of the unweighted activation of the interleaved h_NI; dh and aw come in their dtypes,
+    dh8 is quantised by row from the fp32 values, its scale times `factor_E` of the row's expert.
+    """
+    rows, width = da_NF.shape
+    dh_NI, dh8_NI, aw_NF = torch.empty_like(h_NI), torch.empty_like(h_NI, dtype=E4M3), torch.empty_like(da_NF)
+    dh_scale_N, dweight_N = torch.empty_like(weight_of_row_N), torch.empty_like(weight_of_row_N)
+    columns, experts = triton.next_power_of_2(width), factor_E.numel()
+    block = max(1, 2048 // columns)
+    if rows:
+        _dswiglu_kernel[(triton.cdiv(rows, block),)](
+            da_NF, h_NI, scale_N, weight_of_row_N, bounds_E1, factor_E, dh_NI, dh8_NI, dh_scale_N, aw_NF, dweight_N,
+            width, columns, block, experts, triton.next_power_of_2(experts), num_warps=8,
+            **({"maxnreg": 128} if columns > 4096 else {}),  # two programs a multiprocessor, not one
+        )  # fmt: skip
+    return dh_NI, dh8_NI, dh_scale_N, aw_NF, dweight_N
+
+
+@triton.jit
 def _row_scales_kernel(
     scale_T, token_of_row_N, factor_E, bounds_E1, scale_N, EXPERTS: tl.constexpr, EXPERTS_P2: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -218,6 +290,22 @@ def quantize_rows_reference(
 
 def _expert_of_reference(row_N: Tensor, bounds_E1: Tensor) -> Tensor:
     return torch.searchsorted(bounds_E1[1:], row_N.int(), right=True).clamp(max=bounds_E1.numel() - 2)
+
+
+def dswiglu_quantize_reference(
+    da_NF: Tensor, h_NI: Tensor, scale_N: Tensor, weight_of_row_N: Tensor, bounds_E1: Tensor, factor_E: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Plain-torch twin of `dswiglu_quantize`; rows without an expert hold 0."""
+    real_N1 = (torch.arange(da_NF.shape[0], device=da_NF.device) < bounds_E1[-1])[:, None]
+    da_NF, h_NF2 = torch.where(real_N1, da_NF.float() * scale_N[:, None], 0), torch.where(real_N1, h_NI.float(), 0).unflatten(1, (-1, 2))
+    gate_NF, up_NF, w_N1 = h_NF2[..., 0], h_NF2[..., 1], torch.where(real_N1, weight_of_row_N[:, None], 0)
+    sigmoid_NF = torch.sigmoid(gate_NF)
+    silu_NF = gate_NF * sigmoid_NF
+    dgate_NF = da_NF * w_N1 * up_NF * (sigmoid_NF + silu_NF * (1 - sigmoid_NF))
+    dh_NI = torch.stack([dgate_NF, da_NF * w_N1 * silu_NF], dim=-1).flatten(1)
+    dh8_NI, dh_scale_N = quantize_rows_reference(dh_NI, bounds_E1, factor_E)
+    aw_NF = (w_N1 * silu_NF * up_NF).to(h_NI.dtype)
+    return dh_NI.to(h_NI.dtype), dh8_NI, dh_scale_N, aw_NF, (da_NF * silu_NF * up_NF).sum(-1)
 
 
 def row_scales_reference(scale_T: Tensor, token_of_row_N: Tensor, factor_E: Tensor, bounds_E1: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ of the row and that of its expert's weight.
 Mathematics                                                                        FLOPs
     up       h = s x8[token] gate_up8^T,  a = silu(g) u                            4 N D F
     down     o = a8 down8^T                                 (s: in the combine)    2 N D F
-    ddown    da = s dy8[token] down8;  dh = w dswiglu(h, da),                      2 N D F
-             aw = w silu(g) u,  dw = sum da silu(g) u
+    ddown    da = dy8[token] down8                          (s: in fp8.dswiglu)    2 N D F
     dup      dx_rows = dh8 gate_up8                         (s: in the combine)    4 N D F
 
 The weight gradients contract over rows, along which a scale by row is not constant, and stay in bf16
@@ -16,9 +15,8 @@ The weight gradients contract over rows, along which a scale by row is not const
 accumulator, which has 14 bits on Hopper, is added to fp32 registers. That doubles the registers of a tile, so tiles are
 smaller than those of bf16.
 
-Measured on an H200 (T = 16,384, D 2048, F 5632, 8 experts k2), bf16 -> FP8 TFLOP/s, 2026-12-02: up 667 -> 1,066; down
-691 -> 1,312; ddown 505 -> 693; dup 697 -> 1,262. Tiles tried: 128x96, 128x128 and 64x192 ping-pong, 128x128, 128x192,
-192x128 and 256x96 cooperative. Without the promotion to fp32: 1,221; 1,435; 769; 1,287.
+The backward of the activation is no epilogue here: an epilogue of ddown that reads h and writes dh and aw runs at 380-530
+TFLOP/s in either precision (H200), which is most of what FP8 would gain, and dh must be read again to be quantised.
 """
 
 import functools
@@ -45,19 +43,17 @@ def _quack() -> SimpleNamespace:
     from quack.gemm_config import GemmConfig
     from quack.gemm_interface import gemm_tuned
 
-    from bmoe.kernels.fp8_epilogues import scaled_dswiglu, scaled_swiglu
+    from bmoe.kernels.fp8_epilogues import scaled_swiglu
 
-    def tile(m: int, n: int, pingpong: bool = False):
-        return GemmConfig(tile_m=m, tile_n=n, pingpong=pingpong, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)
+    def tile(m: int, n: int):
+        return GemmConfig(tile_m=m, tile_n=n, pingpong=False, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)
 
     wide, fitting = tile(128, 192), tile(128, 160)
     return SimpleNamespace(
         gated=scaled_swiglu,
-        dgated=scaled_dswiglu,
         plain=gemm_tuned.fn,
         up=wide,
         rows=lambda n: fitting if n % 160 == 0 else wide,
-        ddown=tile(128, 128, pingpong=True),
     )
 
 
@@ -73,11 +69,12 @@ def up(x8_TD: Tensor, gate_up8_EID: Tensor, scale_N: Tensor, token_of_row_N: Ten
     return h_NI, a_NF
 
 
-def _plain(rows8_NI: Tensor, weight8_EOI: Tensor, bounds_E1: Tensor) -> Tensor:
+def _plain(rows8_NI: Tensor, weight8_EOI: Tensor, bounds_E1: Tensor, index_N: Tensor | None = None) -> Tensor:
     quack = _quack()
-    out_NO = rows8_NI.new_empty(rows8_NI.shape[0], weight8_EOI.shape[1], dtype=torch.bfloat16)
+    rows = rows8_NI.shape[0] if index_N is None else index_N.numel()
+    out_NO = rows8_NI.new_empty(rows, weight8_EOI.shape[1], dtype=torch.bfloat16)
     config = quack.rows(out_NO.shape[1])
-    quack.plain(rows8_NI, weight8_EOI.transpose(1, 2), out_NO, cu_seqlens_m=bounds_E1, config=config)
+    quack.plain(rows8_NI, weight8_EOI.transpose(1, 2), out_NO, cu_seqlens_m=bounds_E1, A_idx=index_N, config=config)
     return out_NO
 
 
@@ -86,23 +83,9 @@ def down(a8_NF: Tensor, down8_EDF: Tensor, bounds_E1: Tensor) -> Tensor:
     return _plain(a8_NF, down8_EDF, bounds_E1)
 
 
-def ddown(
-    dy8_TD: Tensor,
-    down8_EFD: Tensor,
-    h_NI: Tensor,
-    scale_N: Tensor,
-    token_of_row_N: Tensor,
-    weight_of_row_N: Tensor,
-    bounds_E1: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh_NI interleaved, aw_NF, both bf16, dweight_of_row_N fp32)."""
-    quack = _quack()
-    dh_NI, aw_NF = torch.empty_like(h_NI), h_NI.new_empty(h_NI.shape[0], h_NI.shape[1] // 2)
-    results = quack.dgated(
-        dy8_TD, down8_EFD.transpose(1, 2), h_NI, out={"D": dh_NI, "aw": aw_NF}, cu_seqlens_m=bounds_E1,
-        A_idx=token_of_row_N, config=quack.ddown, tuned=False, row_scale=scale_N, weight=weight_of_row_N,
-    )  # fmt: skip
-    return dh_NI, aw_NF, results["dweight"]
+def ddown(dy8_TD: Tensor, down8_EFD: Tensor, token_of_row_N: Tensor, bounds_E1: Tensor) -> Tensor:
+    """da_NF in bf16, unscaled."""
+    return _plain(dy8_TD, down8_EFD, bounds_E1, token_of_row_N)
 
 
 def dup(dh8_NI: Tensor, gate_up8_EDI: Tensor, bounds_E1: Tensor) -> Tensor:
@@ -127,9 +110,8 @@ class Reference:
         return cls._linear(a8_NF, down8_EDF, bounds_E1).bfloat16()
 
     @classmethod
-    def ddown(cls, dy8_TD, down8_EFD, h_NI, scale_N, token_of_row_N, weight_of_row_N, bounds_E1):
-        da_NF = cls._linear(dy8_TD.float()[token_of_row_N.long()], down8_EFD, bounds_E1) * scale_N[:, None]
-        return fused_gemm.dswiglu_reference(h_NI, da_NF, weight_of_row_N)
+    def ddown(cls, dy8_TD, down8_EFD, token_of_row_N, bounds_E1):
+        return cls._linear(dy8_TD[token_of_row_N.long()], down8_EFD, bounds_E1).bfloat16()
 
     @classmethod
     def dup(cls, dh8_NI, gate_up8_EDI, bounds_E1):

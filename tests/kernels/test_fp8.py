@@ -49,6 +49,27 @@ def test_routed_rows_carry_the_scale_of_their_expert(weighted):
     torch.testing.assert_close(fp8.row_scales(*arguments)[:used], fp8.row_scales_reference(*arguments)[:used])
 
 
+@pytest.mark.parametrize(("width", "experts", "k"), [(16, 3, 2), (80, 5, 1), (272, 2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_of_the_activation_equals_its_twin(dtype, width, experts, k):
+    torch.manual_seed(width)
+    ids_TK, weights_TK = torch.randint(experts + 1, (19, k), device=DEVICE), torch.rand(19, k, device=DEVICE)
+    order = rows.sort_slots_reference(ids_TK, weights_TK, experts)
+    used, n = int(order.bounds_E1[-1]), 19 * k
+    da_NF, h_NI = torch.randn(n, width, device=DEVICE).to(dtype), torch.randn(n, 2 * width, device=DEVICE).to(dtype)
+    scale_N, factor_E = torch.rand(n, device=DEVICE) + 0.1, torch.rand(experts, device=DEVICE) + 0.1
+    da_NF[used:], h_NI[used:] = float("nan"), float("nan")  # must not be read
+    arguments = (da_NF, h_NI, scale_N, order.weight_of_row_N, order.bounds_E1, factor_E)
+    actual, expected = fp8.dswiglu_quantize(*arguments), fp8.dswiglu_quantize_reference(*arguments)
+    tolerance = {} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
+    for index in (0, 3):
+        torch.testing.assert_close(actual[index][:used], expected[index][:used], **tolerance)
+    for index in (2, 4):
+        torch.testing.assert_close(actual[index][:used], expected[index][:used])
+    dh_NI = [result[1][:used].float() * result[2][:used, None] for result in (actual, expected)]
+    assert (dh_NI[0] - dh_NI[1]).norm() < 0.01 * dh_NI[1].norm()  # a last bit of fp32 may move a number to the next E4M3 one
+
+
 @pytest.mark.parametrize("interleave", [True, False])
 @pytest.mark.parametrize(("experts", "outputs", "inputs"), [(1, 16, 32), (3, 160, 48), (2, 272, 144)])
 def test_weights_equal_the_twin(interleave, experts, outputs, inputs):

@@ -4,7 +4,7 @@ Shapes: T tokens, D width, F expert width, E experts, K top-k, N = T x K rows so
 marks E4M3 (kernels/fp8.py); its scales are by row of activations and gradients, and by expert of a weight.
 
     forward    x8 | h, a = swiglu(s x8[token] gate_up8^T) | a8 | o = a8 down8^T | y = sum of each token's K rows, scaled
-    backward   dy8 | dh, aw, dw = dswiglu(h, s dy8[token] down8) | dh8 | dx = sum of the K rows of dh8 gate_up8, scaled
+    backward   dy8 | da = dy8[token] down8 | dh, dh8, aw, dw = dswiglu(h, s da) | dx = sum of the K rows of dh8 gate_up8, scaled
                d_down = dy[token]^T aw and d_gate_up = dh^T x[token] in bf16
 
 Weight gradients contract over rows, where a scale by row is no factor of the sum; they stay in bf16, as do master
@@ -84,14 +84,15 @@ def experts_backward(
     x_TD, dy_TD = x_TD.contiguous(), dy_TD.contiguous()
     dy8_TD, scale_T = fp8.quantize_rows(dy_TD)
     scale_N = fp8.row_scales(scale_T, token_of_row_N, down_scale_E, bounds_E1)
-    dh_NI, aw_NF, dweight_N = fp8_gemm.ddown(dy8_TD, down8_EFD, h_NI, scale_N, token_of_row_N, weight_of_row_N, bounds_E1)
+    da_NF = fp8_gemm.ddown(dy8_TD, down8_EFD, token_of_row_N, bounds_E1)
+    dh_NI, dh8_NI, dh_scale_N, aw_NF, dweight_N = fp8.dswiglu_quantize(da_NF, h_NI, scale_N, weight_of_row_N, bounds_E1, gate_up_scale_E)
+    del da_NF
     ddown_EDF = fused_gemm.wdown(dy_TD, aw_NF, token_of_row_N, bounds_E1)
     del aw_NF
     dgate_up_ECD = fused_gemm.wup(dh_NI, x_TD, token_of_row_N, bounds_E1)
-    dh8_NI, scale_N = fp8.quantize_rows(dh_NI, bounds_E1, gate_up_scale_E)
     del dh_NI
     dx_ND = fp8_gemm.dup(dh8_NI, gate_up8_EDI, bounds_E1)
-    dx_TD = combine(dx_ND, row_of_slot_N, k, to_slots(scale_N, row_of_slot_N))
+    dx_TD = combine(dx_ND, row_of_slot_N, k, to_slots(dh_scale_N, row_of_slot_N))
     return dx_TD, to_slots(dweight_N, row_of_slot_N).view(-1, k), dgate_up_ECD, ddown_EDF
 
 
