@@ -44,15 +44,29 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension."""
+    """RMSNorm or LayerNorm over the last dimension.
 
-    def __init__(self, kind: str, width: int, bias: bool):
+    `fused`: RMSNorm of bf16 rows on a GPU by the kernels of kernels/norm.py. Not for what the compiler merges with its neighbours.
+    """
+
+    def __init__(self, kind: str, width: int, bias: bool, fused: bool = False):
         super().__init__()
-        self.kind = kind
+        self.kind, self.fused = kind, fused and kind == "rmsnorm"
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if bias and kind == "layernorm" else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x; with y, (x + y, the norm of x + y)."""
+        if self.fused and x.is_cuda and x.dtype == torch.bfloat16:
+            from bmoe.kernels.norm import add_norm, norm  # imported here: it needs triton
+
+            return norm(x, self.weight, NORM_EPS) if y is None else add_norm(x, y, self.weight, NORM_EPS)
+        if y is None:
+            return self._plain(x)
+        x = x + y
+        return x, self._plain(x)
+
+    def _plain(self, x: Tensor) -> Tensor:
         if self.kind == "rmsnorm":
             return _RMSNorm.apply(x, self.weight)
         bias = None if self.bias is None else wide(self.bias)

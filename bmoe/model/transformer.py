@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bmoe.model.attention import Attention, Rotary
-from bmoe.model.layers import NORM_EPS, FeedForward, Layout, Linear, Norm, default_ffn_width, wide
+from bmoe.model.layers import FeedForward, Layout, Linear, Norm, default_ffn_width, wide
 from bmoe.model.moe import MoE
 from bmoe.model.router import layer_key
 from bmoe.recipe import BackendSection, ModelSection, PrecisionSection
@@ -52,7 +52,7 @@ class Block(nn.Module):
     def __init__(self, model: ModelSection, backend: BackendSection, layer: int, precision: str = "bf16"):
         super().__init__()
         self.recompute = backend.recompute
-        self.attention_norm = Norm(model.norm, model.width, model.bias)
+        self.attention_norm = Norm(model.norm, model.width, model.bias, fused=True)
         self.attention = Attention(
             model.width,
             model.heads,
@@ -62,8 +62,7 @@ class Block(nn.Module):
             qk_norm=model.norm if model.qk_norm else None,
             kind=backend.attention,
         )
-        self.ffn_norm = Norm(model.norm, model.width, model.bias)
-        self.fused_norm = backend.experts == "triton" and model.norm == "rmsnorm"
+        self.ffn_norm = Norm(model.norm, model.width, model.bias, fused=True)
         self.is_moe = model.moe is not None and layer >= model.moe.dense_layers
         if self.is_moe:
             self.ffn = MoE(model, backend, precision)
@@ -81,13 +80,7 @@ class Block(nn.Module):
         return x_TD + y_TD, (routing.balance, routing.z, routing.counts_E)
 
     def _attend(self, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        attended_TD = self.attention(self.attention_norm(x_TD), layout)
-        if self.fused_norm and x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
-            from bmoe.kernels.norm import add_norm  # imported here: it needs triton
-
-            return add_norm(x_TD, attended_TD, self.ffn_norm.weight, NORM_EPS)
-        x_TD = x_TD + attended_TD
-        return x_TD, self.ffn_norm(x_TD)
+        return self.ffn_norm(x_TD, self.attention(self.attention_norm(x_TD), layout))
 
 
 def _run(function, recompute: bool, *inputs):
@@ -125,7 +118,7 @@ class Transformer(nn.Module):
         self.rotary = Rotary(model.width // model.heads, model.rope_base)
         self.embedding = nn.Parameter(torch.empty(vocabulary.size, model.width))
         self.blocks = nn.ModuleList(Block(model, backend, layer, _kind(precision, layer, model)) for layer in range(model.layers))
-        self.final_norm = Norm(model.norm, model.width, model.bias)
+        self.final_norm = Norm(model.norm, model.width, model.bias, fused=True)
         self.head = Head(model, vocabulary.size)
 
     @property

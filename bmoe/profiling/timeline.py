@@ -91,7 +91,9 @@ class _Products:
 
 
 def _wrap(output, timeline: Timeline, part: str):
-    """The output with its first differentiable tensor announced."""
+    """The output with its first differentiable tensor announced; of a sum and its norm, the norm."""
+    if type(output) is tuple:
+        return *output[:-1], _wrap(output[-1], timeline, part)
     if isinstance(output, Tensor):
         return _Announce.apply(output, timeline, part) if output.requires_grad else output
     if hasattr(output, "weights_TK"):  # the router's Routing
