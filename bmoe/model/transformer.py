@@ -167,16 +167,25 @@ class Transformer(nn.Module):
         """Embeddings; pads are zero. With token dropout `<mask>` is zero too, and a sequence is scaled by
         (1 - 0.12) / (1 - r), r being its share of `<mask>` among all its non-pad tokens; a sequence of nothing but
         `<mask>` has no embedding left to scale, and scale 1."""
-        x_TD = F.embedding(tokens_T, self.embedding)
+        scale_T = self._embedding_scale(tokens_T, segments_T, cu_seqlens)
+        table_VD = self.embedding
+        if table_VD.is_cuda and table_VD.dtype == torch.bfloat16:
+            from bmoe.kernels.embedding import LARGEST, embed  # imported here: it needs triton
+
+            if self.vocabulary.size <= LARGEST:
+                return embed(tokens_T, table_VD, scale_T)
+        return (wide(F.embedding(tokens_T, table_VD)) * scale_T[:, None]).to(table_VD.dtype)
+
+    def _embedding_scale(self, tokens_T: Tensor, segments_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+        dtype = torch.promote_types(self.embedding.dtype, torch.float32)
         pad_T = tokens_T == self.vocabulary.pad_id
         if self.section.kind == "decoder" or not self.section.token_dropout:
-            return x_TD.masked_fill(pad_T[:, None], 0.0)
+            return (~pad_T).to(dtype)
         mask_T = tokens_T == self.vocabulary.mask_id
         masks_S, kept_S = _per_sequence(mask_T, cu_seqlens), _per_sequence(~(mask_T | pad_T), cu_seqlens)
-        seen_S = (masks_S + kept_S).to(wide(x_TD).dtype)
+        seen_S = (masks_S + kept_S).to(dtype)
         scale_S = torch.where(kept_S > 0, (1.0 - TRAINING_MASK_SHARE) * seen_S / kept_S, 1.0)
-        scale_T = scale_S[segments_T].masked_fill(mask_T | pad_T, 0.0)
-        return (wide(x_TD) * scale_T[:, None]).to(x_TD.dtype)
+        return scale_S[segments_T].masked_fill(mask_T | pad_T, 0.0)
 
     def update_router_bias(self, counts_LE: Tensor, rate: float) -> None:
         """The aux-loss-free bias, once per optimizer step, from that whole step's counts over all batches and ranks."""
