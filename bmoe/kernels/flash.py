@@ -19,12 +19,10 @@ import importlib.util
 from types import SimpleNamespace
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bmoe.kernels.operators import operator
-from bmoe.kernels.rotary import projection_gradient, queries_and_keys
+from bmoe.kernels.rotary import queries_and_keys, turn_back
 
 HEAD_DIMS = (64, 128)
 """Those whose results were compared with float64, on an H200. With 16 the kernels return wrong numbers on Hopper (4.0.0b36)."""
@@ -57,23 +55,6 @@ def _kernels() -> SimpleNamespace:
     return SimpleNamespace(forward=interface._flash_attn_fwd, backward=interface._flash_attn_bwd)
 
 
-@triton.jit
-def _clear_tail_kernel(x_TW, cu_seqlens_end, rows, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr, ROWS: tl.constexpr):
-    first = tl.program_id(0) * ROWS
-    bound = tl.load(cu_seqlens_end)
-    column = tl.arange(0, WIDTH_P2)
-    for row in range(tl.maximum(first, bound), tl.minimum(first + ROWS, rows)):
-        tl.store(x_TW + tl.full([1], WIDTH, tl.int64) * row + column, tl.zeros([WIDTH_P2], x_TW.dtype.element_ty), mask=column < WIDTH)
-
-
-def clear_tail(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Zero the rows of a contiguous `x` [T, ...] at or beyond cu_seqlens[-1], in place; touches no other row."""
-    rows, width = x.shape[0], x[0].numel()
-    block = 64
-    _clear_tail_kernel[(triton.cdiv(rows, block),)](x, cu_seqlens[-1:], rows, width, triton.next_power_of_2(width), block)
-    return x
-
-
 def _forward_fake(qkv_TAd, cos_Th, sin_Th, cu_seqlens, max_seqlen, groups, causal):
     T, A, d = qkv_TAd.shape
     heads = A - 2 * groups
@@ -91,8 +72,7 @@ def flash_forward(
     """out_THd, and for the backward the turned queries and keys [T, H + G, d] and logsumexp_HT (fp32)."""
     T, A, d = qkv_TAd.shape
     heads = A - 2 * groups
-    qk_Tad = queries_and_keys(qkv_TAd, groups, cos_Th, sin_Th)
-    out_THd = clear_tail(qkv_TAd.new_empty(T, heads, d), cu_seqlens)
+    qk_Tad, out_THd = queries_and_keys(qkv_TAd, groups, cos_Th, sin_Th, cu_seqlens)
     sums_HT = qkv_TAd.new_empty(heads, T, dtype=torch.float32)
     q_THd, k_TGd, v_TGd = qk_Tad[:, :heads], qk_Tad[:, heads:], qkv_TAd[:, heads + groups :]
     _kernels().forward(
@@ -114,13 +94,14 @@ def flash_backward(
     """dqkv_TAd."""
     heads = out_THd.shape[1]
     q_THd, k_TGd, v_TGd = qk_Tad[:, :heads], qk_Tad[:, heads:], qkv_TAd[:, heads + groups :]
-    gradients = (clear_tail(x.new_empty(x.shape), cu_seqlens) for x in (q_THd, k_TGd, v_TGd))
-    dq_THd, dk_TGd, dv_TGd = gradients
+    dqkv_TAd = torch.empty_like(qkv_TAd)
+    dq_THd, dk_TGd, dv_TGd = dqkv_TAd.split((heads, groups, groups), dim=1)
     _kernels().backward(
         q_THd, k_TGd, v_TGd, out_THd, do_THd, sums_HT, causal=causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
         max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, dq=dq_THd, dk=dk_TGd, dv=dv_TGd,
     )  # fmt: skip
-    return projection_gradient(dq_THd, dk_TGd, dv_TGd, cos_Th, sin_Th)
+    turn_back(dqkv_TAd, groups, cos_Th, sin_Th, cu_seqlens)
+    return dqkv_TAd
 
 
 class _Flash(torch.autograd.Function):

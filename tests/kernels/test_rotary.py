@@ -5,8 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bmoe.kernels.flash import clear_tail
-from bmoe.kernels.rotary import projection_gradient, queries_and_keys
+from bmoe.kernels.rotary import _turn, queries_and_keys, turn_back
 from bmoe.model.attention import Rotary, rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,15 +21,26 @@ def test_turning_there_and_back_equals_autograd(shape):
     qkv = torch.randn(T, H + 2 * G, d, device=DEVICE, requires_grad=True)
     turned, v = qkv.split((H + G, G), dim=1)
     expected = rotate(turned, cos, sin)
-    torch.testing.assert_close(queries_and_keys(qkv.detach(), G, cos, sin), expected)
+    bounds = torch.tensor([0, T], dtype=torch.int32, device=DEVICE)
+    torch.testing.assert_close(queries_and_keys(qkv.detach(), G, cos, sin, bounds)[0], expected)
 
-    dq, dk, dv = (torch.randn(T, n, d, device=DEVICE) for n in (H, G, G))
-    wanted = torch.autograd.grad((expected, v), qkv, (torch.cat((dq, dk), dim=1), dv))[0]
-    torch.testing.assert_close(projection_gradient(dq, dk, dv, cos, sin), wanted)
+    dqkv = torch.randn(T, H + 2 * G, d, device=DEVICE)
+    wanted = torch.autograd.grad((expected, v), qkv, dqkv.split((H + G, G), dim=1))[0]
+    turn_back(dqkv, G, cos, sin, bounds)
+    torch.testing.assert_close(dqkv, wanted)
 
 
 @pytest.mark.parametrize("end", [0, 63, 64, 65, 199, 200])
-def test_only_the_tail_is_cleared(end):
-    x = torch.ones(200, 3, 5, device=DEVICE)
-    clear_tail(x, torch.tensor([0, end // 2, end], dtype=torch.int32, device=DEVICE))
-    assert bool((x[:end] == 1).all()) and not x[end:].any()
+def test_only_rows_of_no_sequence_are_cleared(end):
+    T, H, G, d = 200, 3, 1, 10
+    cos, sin = torch.ones(T, d // 2, device=DEVICE), torch.zeros(T, d // 2, device=DEVICE)
+    bounds = torch.tensor([0, end // 2, end], dtype=torch.int32, device=DEVICE)
+    memory = torch.full((T, H, d), 7.0, device=DEVICE)
+    _turn(torch.ones(T, H + 2 * G, d, device=DEVICE), torch.empty(T, H + G, d, device=DEVICE), memory, bounds, cos, sin, 4, 4, 3, False)
+    assert bool((memory[:end] == 7).all()) and not memory[end:].any()
+    assert not queries_and_keys(torch.ones(T, H + 2 * G, d, device=DEVICE), G, cos, sin, bounds)[1][end:].any()
+
+    gradient = torch.ones(T, H + 2 * G, d, device=DEVICE)
+    gradient[end:] = torch.nan
+    turn_back(gradient, G, cos, sin, bounds)
+    assert bool((gradient[:end] == 1).all()) and not gradient[end:].any()
