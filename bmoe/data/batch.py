@@ -17,6 +17,7 @@ from bmoe.data.compiled import compiled
 from bmoe.data.fasta import Records, Text, first_word
 from bmoe.data.hashing import hashes, split_of
 from bmoe.data.options import PrepareOptions
+from bmoe.data.slots import Slot
 from bmoe.data.summary import EMPTY, INTERNAL_STOP, INVALID, NOTES, REASONS, TOO_LONG, TOO_SHORT, Note, Refused, Summary
 
 COUNTS = {
@@ -61,14 +62,14 @@ class Builder:
         self._codes = fasta.codes_of(base)
         self._n_id = base.symbols.index("N") if options.dna and options.n_runs == "split" else None
 
-    def build(self, piece: Piece, carry: Carry | None = None) -> tuple[Batch, Carry | None]:
-        """The batch of a piece, and what its open record hands on. Refused under a policy `error`."""
+    def build(self, piece: Piece, carry: Carry | None = None, slot: Slot | None = None) -> tuple[Batch, Carry | None]:
+        """The batch of a piece, and what its open record hands on. Refused under a policy `error`. slot: memory to use."""
         data, lines_less = piece.data, 0
         if piece.continued:
             data, lines_less = _continued(piece, carry), 1
         if not data:
             return _empty(piece), None
-        records = fasta.parse(data, self._codes, self.base.unk_id, self.options.gaps == "remove")
+        records = fasta.parse(data, self._codes, self.base.unk_id, self.options.gaps == "remove", slot)
         summary = Summary(lines=records.lines - lines_less - (piece.open and data[-1:] not in (b"\n", b"\r")), end=piece.end)
         summary.continued, summary.open = piece.continued, piece.open
         records = records._replace(line=records.line - lines_less)
@@ -128,7 +129,7 @@ class Builder:
         line = int(records.line[record])
         if reason == INVALID:
             bad = (fasta.INVALID, fasta.GAP) if self.options.gaps == "invalid" else (fasta.INVALID,)
-            text = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[line + lines_less + 1 :]
+            text = bytes(data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[line + lines_less + 1 :]
             letters = (bytes([b]) for row in text if row[:1] not in (b";", b"#") for b in row if self._codes.table[b] in bad)
             problem = f"the invalid letter {repr(next(letters))[1:]}: mend it, or choose --on-invalid unknown or drop"
         return Refused(line, _text(records.name(record)), problem)

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from bmoe.data.batch import Batch
-from bmoe.data.compiled import compiled, load64, store64
-from bmoe.data.digests import Digest
+from bmoe.data.blocks import Piece
+from bmoe.data.compiled import compiled, copy
+from bmoe.data.digests import Bytes, Digest, Inputs, take_in
+from bmoe.data.slots import Slot, Slots, within
 
 PARTIAL = ".partial"  # ending of a file that is not whole yet
-HASHING = 4  # buffers written, not hashed
+HASHING = 1  # batches written, not hashed
 _U = np.uint64
 
 
@@ -33,46 +35,68 @@ class Plan(NamedTuple):
     duplicates: np.ndarray
 
 
+class Read(NamedTuple):
+    """What a batch was made of: a piece of a source, and the memory that it and what is made of it may stand in."""
+
+    source: int
+    piece: Piece
+    slot: Slot
+
+
 class Bulk:
-    """Writes tokens and headers of batches at their places, and hashes them in a thread behind.
+    """Writes tokens and headers of batches at their places, and hashes them in a thread behind, with the input that they came from.
 
     Attributes:
         digests: by name of the file (as it will be called), of every file written from its beginning; after `close` they are complete.
     """
 
-    def __init__(self, out: Path):
-        self._out, self._open = out, {}
+    def __init__(self, out: Path, inputs: Inputs | None, slots: Slots):
+        """inputs: hashes the inputs, if they are hashed. slots: those of the batches."""
+        self._out, self._inputs, self._slots, self._open = out, inputs, slots, {}
         self._hasher = ThreadPoolExecutor(1)
         self._hashing: deque[Future] = deque()
         self.digests: dict[str, Digest] = {}
 
-    def write(self, batch: Batch, plan: Plan) -> None:
+    def write(self, batch: Batch, plan: Plan, read: Read) -> None:
         """Store what the plan keeps. OSError where the disk does not take it."""
         item = batch.tokens.itemsize
+        parts = []  # (name, bytes, where each begins and ends in them, offset in the file, type of tokens)
         for write in plan.writes:
-            start, end = batch.start[write.rows] * item, batch.end[write.rows] * item
-            self._put(f"{write.shard}.tokens", batch.tokens.view(np.uint8), start, end, write.tokens_at * item, batch.tokens.dtype.type)
+            start, end, tokens = batch.start[write.rows] * item, batch.end[write.rows] * item, batch.tokens
+            parts.append((f"{write.shard}.tokens", tokens.view(np.uint8), start, end, write.tokens_at * item, tokens.dtype.type))
             if batch.summary.header_length is not None:
-                self._put(f"{write.shard}.headers", *batch.headers.of(write.rows), write.headers_at, None)
+                parts.append((f"{write.shard}.headers", *batch.headers.of(write.rows), write.headers_at, None))
+        hashed, free = [], read.slot.joined
+        for name, data, start, end, offset, dtype in parts:
+            size, skip = int((end - start).sum()), within(offset + free.size - read.slot.joined.size)
+            part = free[skip:][:size] if size + skip <= free.size else np.empty(size, np.uint8)
+            _gather(data, start, end, part)
+            self._put(name, memoryview(part), offset)
+            if offset == 0:
+                self.digests[name] = Digest(dtype)
+            if name in self.digests:  # else a resumed preparation goes on with a file, which is hashed at the end
+                hashed.append(Bytes(self.digests[name], memoryview(part)))
+            free = free[skip + size :]
+        while self._hashing and (len(self._hashing) >= HASHING or self._hashing[0].done()):
+            self._hashing.popleft().result()
+        self._hashing.append(self._hasher.submit(self._hash, hashed, read))
 
-    def _put(self, name: str, data: np.ndarray, start: np.ndarray, end: np.ndarray, offset: int, dtype: type | None) -> None:
-        """Write every data[start:end], one after the other."""
+    def _put(self, name: str, data: memoryview, offset: int) -> None:
+        """Write bytes to a file."""
         if name not in self._open:
             if len(self._open) > 32:
                 self._close_files()
             self._open[name] = os.open(self._out / (name + PARTIAL), os.O_CREAT | os.O_WRONLY, 0o666)
-        joined = np.empty(int((end - start).sum()), np.uint8)
-        _gather(data, start, end, joined)
-        if offset == 0:
-            self.digests[name] = Digest(dtype)
-        if name in self.digests:  # else a resumed preparation goes on with a file, which is hashed at the end
-            if len(self._hashing) >= HASHING:
-                self._hashing.popleft().result()
-            self._hashing.append(self._hasher.submit(self.digests[name].update, memoryview(joined)))
-        rest = memoryview(joined)
-        while rest:  # a full disk takes a part, and says so the next time
-            written = os.pwrite(self._open[name], rest, offset)
-            rest, offset = rest[written:], offset + written
+        while data:  # a full disk takes a part, and says so the next time
+            written = os.pwrite(self._open[name], data, offset)
+            data, offset = data[written:], offset + written
+
+    def _hash(self, written: list[Bytes], read: Read) -> None:
+        """Hash what was written and what was read for it."""
+        if self._inputs is not None:
+            written += self._inputs.read(read.source, read.piece.end - len(read.piece.data), memoryview(read.piece.data))
+        take_in(written)
+        self._slots.give(read.slot)
 
     def _close_files(self) -> None:
         for descriptor in self._open.values():
@@ -80,23 +104,22 @@ class Bulk:
         self._open = {}
 
     def close(self) -> None:
-        """Hash the rest and close the files."""
+        """Hash the rest and close the files. OSError where an input cannot be read."""
         self._hasher.shutdown()
         self._close_files()
+        while self._hashing:
+            self._hashing.popleft().result()
 
 
 @compiled
 def _gather(data, start, end, joined):
-    """Copy every data[start:end] to one place."""
-    o, eight = _U(0), _U(8)
-    for k in range(start.size):
+    """Copy every data[start:end] to one place; what follows each other, at once."""
+    o, k, count = _U(0), _U(0), _U(start.size)
+    while k < count:
         at, stop = _U(start[k]), _U(end[k])
-        size = stop - at
-        if size >= eight:
-            for step in range(_U(0), size - eight, eight):
-                store64(joined, o + step, load64(data, at + step))
-            store64(joined, o + size - eight, load64(data, stop - eight))
-        else:
-            for step in range(size):
-                joined[o + step] = data[at + step]
-        o += size
+        k += _U(1)
+        while k < count and _U(start[k]) == stop:
+            stop = _U(end[k])
+            k += _U(1)
+        copy(joined, o, data, at, stop - at)
+        o += stop - at

@@ -6,6 +6,7 @@ Indices are unsigned wherever speed matters: Numba reads a negative index from t
 
 from llvmlite import ir
 from numba import njit, types, uint64
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Arrays belong to the caller: nothing here makes one, so references need not be counted, which would cost more than short loops.
@@ -50,6 +51,19 @@ def store64(typing, array, index, word):
         return context.get_dummy_value()
 
     return types.void(array, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def copy(typing, target, to, source, at, size):
+    """Copy `size` bytes from source[at] (uint8) on to target[to] (uint8) on. Not checked against their sizes."""
+
+    def generate(context, builder, signature, arguments):
+        places = (context.make_array(signature.args[k])(context, builder, arguments[k]).data for k in (0, 2))
+        place, begin = (builder.gep(data, [arguments[k]]) for data, k in zip(places, (1, 3), strict=True))
+        cgutils.raw_memcpy(builder, place, begin, arguments[4], 1)
+        return context.get_dummy_value()
+
+    return types.void(target, types.uint64, source, types.uint64, types.uint64), generate
 
 
 @intrinsic

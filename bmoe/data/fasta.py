@@ -16,6 +16,7 @@ import numpy as np
 from bmoe.data.alphabet import Alphabet
 from bmoe.data.compiled import compiled, first_byte, inlined, load64, store64
 from bmoe.data.hashing import word_hash
+from bmoe.data.slots import Slot, rows
 
 # Codes of bytes that are no residue; ids of residues are below LOWER, the same ids in lower case have the bit LOWER.
 LOWER = 0x40
@@ -100,17 +101,17 @@ def codes_of(alphabet: Alphabet) -> Codes:
     return Codes(table, (table.astype(np.uint16)[:, None] << 8 | table).ravel())
 
 
-def parse(data: bytes, codes: Codes, unknown: int, remove_gaps: bool) -> Records:
-    """The records of a block that begins with `>`, with the policies on single letters applied.
+def parse(data: bytes | memoryview, codes: Codes, unknown: int, remove_gaps: bool, slot: Slot | None = None) -> Records:
+    """The records of a block that begins with `>`, with the policies on single letters applied. They stand in `slot` if there is one.
 
     A trailing `*` is removed; every other `*` and every invalid letter become `unknown`, counted per record, so that the caller can
     drop or refuse the record. Gaps (`-`, `.`) are removed, or count as invalid letters.
     """
-    view, ids = np.frombuffer(data, np.uint8), np.empty(len(data), np.uint8)
+    view, fits = np.frombuffer(data, np.uint8), slot is not None and len(data) <= slot.ids.size
+    ids = slot.ids if fits else np.empty(len(data), np.uint8)
     records, room = -1, len(data) // TYPICAL + 64
     while records < 0:  # once, unless records are short
-        bounds, start, end, line = np.empty((4, room + 1), np.int64)
-        identifier, odd = np.empty(room, np.uint64), np.empty((room, ODD), np.int32)
+        (bounds, start, end, line), identifier, odd = slot.rows(room, ODD) if fits else rows(room, ODD)
         records, lines, found = _parse(
             view, codes.table, codes.pairs, AMINO, unknown, remove_gaps, ids, bounds, start, end, identifier, line, odd
         )

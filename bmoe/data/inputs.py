@@ -106,10 +106,18 @@ class _File:
         self._name, self._lock, self._file = name, threading.Lock(), None
 
     def read(self, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from there on."""
+        return os.pread(self._descriptor(), count, offset)
+
+    def read_into(self, buffer: memoryview, offset: int) -> memoryview:
+        """Fill a buffer with the bytes from there on. Returns what was filled."""
+        return buffer[: os.preadv(self._descriptor(), [buffer], offset)]
+
+    def _descriptor(self) -> int:
         with self._lock:
             if self._file is None:
                 self._file = open(self._name, "rb", buffering=0)
-        return os.pread(self._file.fileno(), count, offset)
+            return self._file.fileno()
 
     def close(self) -> None:
         """Close it; no thread may be reading."""
@@ -150,6 +158,12 @@ class Bgzf:
         data = b"".join([self._block(raw, start, k) for k in range(a, b)])
         skip = offset - int(self._first[a])
         return data[skip : skip + end - offset]
+
+    def read_into(self, buffer: memoryview, offset: int) -> memoryview:
+        """Fill a buffer with the bytes from there on. Returns what was filled."""
+        data = self.read(offset, len(buffer))
+        buffer[: len(data)] = data
+        return buffer[: len(data)]
 
     def on_disk(self, begin: int, end: int) -> tuple[int, int]:
         """Where the blocks of these decompressed bytes stand in the file."""

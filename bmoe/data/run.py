@@ -116,7 +116,9 @@ class Run:
         masked = options.dna and options.soft_mask and self.letters.tokenizer is None
         self.ledger = Ledger(self.out, options, options.clusters is not None, masked, self.part is not None)
         self.item = self.letters.dtype().itemsize
-        hashed, written = digests.Inputs(self.plan), {}
+        reads = state is None or state["phase"] == "read"
+        first = state["place"][0] if state is not None and reads else 0 if reads else len(self.sources)
+        hashed, written = digests.Inputs(self.plan, first) if self.limit is None else None, {}
         try:
             if state is None:
                 self._save("read")
@@ -128,7 +130,7 @@ class Run:
                 self.ledger.restore_totals(state)
                 self.text = state["place"][-1]
             if state["phase"] == "read":
-                written = self._read(clusters)
+                written = self._read(clusters, hashed)
                 self._close()
             manifest = finish.manifest(
                 self.out,
@@ -136,22 +138,23 @@ class Run:
                 self._request(),
                 self.letters,
                 written,
-                hashed.result(),
+                hashed.result if hashed is not None else dict,
                 self.plan,
                 self.workers,
                 self._show,
             )
         finally:
-            hashed.stop()
+            if hashed is not None:
+                hashed.stop()
             self.ledger.close()
         shutil.rmtree(self.scratch)
         seconds = time.monotonic() - self.begun
         return manifest | {"directory": str(self.out), "already_prepared": False, "seconds": seconds, "mb_per_s": self.text / 1e6 / seconds}
 
-    def _read(self, clusters: Clusters | None) -> dict[str, digests.Digest]:
+    def _read(self, clusters: Clusters | None, hashed: digests.Inputs | None) -> dict[str, digests.Digest]:
         """Read, parse and write everything. Returns digests of files written from their beginning."""
         builder = Builder(self.options, self.letters, dna() if self.letters.tokenizer else self.letters, clusters)
-        workers = Workers(self.out, self.plan, builder, self.workers)
+        workers = Workers(self.out, self.plan, builder, self.workers, hashed)
         try:
             for task, event in workers.events(self._limited(self.plan.tasks(self.source, self.next))):
                 if isinstance(event, Refused):
@@ -187,9 +190,9 @@ class Run:
         if not self.text:
             self.first = time.monotonic()
         plan = self.ledger.decide(summary)
-        workers.apply(plan)
         self.ledger.identifiers(summary, task.source, self.line)
         self.places.append((self._name(task.source), self.line, summary.notes))
+        workers.apply(plan)
         self._log(workers.written())
         self.line += summary.lines
         self.text += max(summary.end - self.offset, 0)

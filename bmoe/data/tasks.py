@@ -1,8 +1,7 @@
 """The work of a preparation in order: ranges of files that can be read at any place, and pieces of streams."""
 
-import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bmoe.data import inputs
@@ -10,11 +9,11 @@ from bmoe.data.blocks import TARGET, Piece, cut, first_record
 from bmoe.data.formats import as_fasta
 from bmoe.data.inputs import Source
 from bmoe.data.options import PrepareOptions
+from bmoe.data.slots import Slot, within
 from bmoe.errors import RequestError
 
 UNIT = TARGET  # bytes of a range
 CHUNK = 1 << 20
-HASHED = 1 << 20  # bytes hashed at a time: they stay in the cache, and the thread seldom needs the interpreter
 MARGIN = 16 << 10  # bytes in which the next record is looked for first
 
 
@@ -94,9 +93,9 @@ class Plan:
         self.digests[source] = {"bytes": raw.count, "sha256": raw.hexdigest()}
         yield Task(source, 0, piece.end if piece else start, piece or Piece(b"", start), last=True, disk=raw.count)
 
-    def pieces(self, task: Task) -> Iterator[Piece]:
-        """The pieces of a task."""
-        return pieces(task, self._readers[task.source])
+    def pieces(self, task: Task, slot: Slot | None = None) -> Iterator[Piece]:
+        """The pieces of a task; the first may stand in the slot."""
+        return pieces(task, self._readers[task.source], slot)
 
     def close(self, before: int) -> None:
         """Close the files of sources before that one: their tasks are done."""
@@ -105,36 +104,26 @@ class Plan:
                 self._readers[self._closed].close()
             self._closed += 1
 
-    def digest(self, source: int, stopped: Callable[[], bool]) -> dict | None:
-        """Bytes and SHA-256 of what this part reads of a ranged source; its range if that is not all. None: nothing."""
+    def extent(self, source: int) -> tuple[int, int] | None:
+        """Where the bytes of a ranged source that this part reads begin and end on disk. None: it reads none."""
         units = self.units(source)
-        whole = self.part is None or (units and units[0][0] == 0 and units[-1][1] == self.sizes[source])
         if not units and self.sizes[source]:
             return None
-        name, size = self.sources[source].name, self.sources[source].size
-        begin, end = 0, size
-        if not whole:
-            begin, end = self._readers[source].on_disk(units[0][0], units[-1][1])
-        found, at = hashlib.sha256(), begin
-        with open(name, "rb", buffering=0) as file:
-            file.seek(begin)
-            buffer = memoryview(bytearray(HASHED))
-            while at < end and not stopped() and (count := file.readinto(buffer[: end - at])):
-                found.update(buffer[:count])
-                at += count
-        return {"bytes": size, "sha256": found.hexdigest()} | ({} if whole else {"range": [begin, end]})
+        if self.part is None or (units and units[0][0] == 0 and units[-1][1] == self.sizes[source]):
+            return 0, self.sources[source].size
+        return self._readers[source].on_disk(units[0][0], units[-1][1])
 
 
-def pieces(task: Task, reader) -> Iterator[Piece]:
+def pieces(task: Task, reader, slot: Slot | None = None) -> Iterator[Piece]:
     """The pieces of a task, read from its source's reader where it is a range."""
     if task.piece is not None:
         return iter((task.piece,))
-    if task.begin:
-        near = first_record(reader.read(task.begin - 1, MARGIN), 0)
-        after = first_record(reader.read(task.end - 1, MARGIN), 0)
+    if task.begin and slot is not None:
+        base, size = task.begin - 1, task.end - task.begin
+        data = reader.read_into(memoryview(slot.data)[within(base) :][: size + MARGIN], base)
+        near, after = (first_record(bytes(data[at : at + MARGIN]), 0) for at in (0, size))
         if near >= 0 and after >= 0:  # nearly always: then exactly these records are read
-            begin, end = task.begin - 1 + near, task.end - 1 + after
-            return iter((Piece(reader.read(begin, end - begin), end),)) if begin < task.end else iter(())
+            return iter((Piece(data[near : size + after], base + size + after),)) if near < size + after else iter(())
     return cut(_read(reader, max(task.begin - 1, 0), task.end), task.begin, task.end, target=2 * UNIT)
 
 

@@ -13,31 +13,35 @@ from pathlib import Path
 from bmoe.data.ahead import ahead
 from bmoe.data.batch import Batch, Builder, Carry, duplicate_notes
 from bmoe.data.blocks import Piece
-from bmoe.data.bulk import Bulk, Plan
-from bmoe.data.digests import Digest
+from bmoe.data.bulk import Bulk, Plan, Read
+from bmoe.data.digests import Digest, Inputs
+from bmoe.data.slots import Slot, Slots
 from bmoe.data.summary import Note, Refused, Summary
+from bmoe.data.tasks import CHUNK, MARGIN, UNIT, Task
 from bmoe.data.tasks import Plan as Tasks
-from bmoe.data.tasks import Task
 
-AHEAD = 2  # tasks parsed or being parsed, beyond one for each thread
-WRITING = 2  # batches that wait to be written
+AHEAD = 1  # tasks parsed or being parsed, beyond one for each thread: what waits here is not in the cache any more
+WRITING = 1  # batches that wait to be written
 Event = tuple[Task, Summary | Refused | None]  # None: the task is done
 
 
 class Workers:
     """Parses tasks on some threads. Summaries come in the order of the tasks, and a plan for each is taken back."""
 
-    def __init__(self, out: Path, tasks: Tasks, builder: Builder, workers: int):
-        self._tasks, self._builder, self._bulk = tasks, builder, Bulk(out)
+    def __init__(self, out: Path, tasks: Tasks, builder: Builder, workers: int, inputs: Inputs | None):
+        self._tasks, self._builder = tasks, builder
+        self._slots = Slots(UNIT + CHUNK + MARGIN)
+        self._bulk = Bulk(out, inputs, self._slots)
         self._ahead = workers + AHEAD
         self._parsers, self._writer = ThreadPoolExecutor(workers), ThreadPoolExecutor(1)
-        self._batch: Batch | None = None
+        self._batch: tuple[Batch, Read] | None = None
         self._writing: deque[tuple[Future, list[Note]]] = deque()
 
     def events(self, tasks: Iterator[Task]) -> Iterator[Event]:
         """Summaries in order; call `apply` with the plan of each before the next."""
         waiting: deque[tuple[Task, Future]] = deque()
-        with contextlib.closing(ahead(tasks, 4)) as tasks_ahead:
+        streams = not all(self._tasks.ranged(source) for source in range(len(self._tasks.sources)))
+        with contextlib.closing(ahead(tasks, 4) if streams else tasks) as tasks_ahead:
             while True:
                 while len(waiting) < self._ahead and (task := next(tasks_ahead, None)) is not None:
                     before = waiting[-1][1] if task.piece is not None and task.piece.continued and waiting else None
@@ -51,30 +55,34 @@ class Workers:
                     yield task, refused
                     return
                 if following is not None:  # a record that comes in fragments
-                    waiting.appendleft((task, self._parsers.submit(self._build, pieces, following, carry)))
+                    slot = self._slots.take()
+                    waiting.appendleft((task, self._parsers.submit(self._build, task, pieces, following, carry, slot)))
                 if self._batch is not None:
-                    yield task, self._batch.summary
+                    yield task, self._batch[0].summary
                 if following is None:
                     yield task, None
 
-    def _begin(self, task: Task, before: Future | None) -> tuple[Batch | None, Carry | None, Iterator[Piece], Piece | None]:
+    def _begin(self, task: Task, before: Future | None) -> tuple[tuple[Batch, Read] | None, Carry | None, Iterator[Piece], Piece | None]:
         """The first batch of a task; `before`: the work on the task whose record goes on in this one."""
-        pieces = self._tasks.pieces(task)
+        slot = self._slots.take()
+        pieces = self._tasks.pieces(task, slot)
         piece = next(pieces, None)
         if piece is None:
+            self._slots.give(slot)
             return None, None, pieces, None
-        return self._build(pieces, piece, before.result()[1] if before is not None else None)
+        return self._build(task, pieces, piece, before.result()[1] if before is not None else None, slot)
 
-    def _build(self, pieces: Iterator[Piece], piece: Piece, carry: Carry | None):
-        batch, carry = self._builder.build(piece, carry)
-        return batch, carry, pieces, next(pieces, None)
+    def _build(self, task: Task, pieces: Iterator[Piece], piece: Piece, carry: Carry | None, slot: Slot):
+        batch, carry = self._builder.build(piece, carry, slot)
+        return (batch, Read(task.source, piece, slot)), carry, pieces, next(pieces, None)
 
     def apply(self, plan: Plan) -> None:
-        """Write the batch of the last summary."""
+        """Write the batch of the last summary, whose arrays are not to be read any more."""
+        batch, read = self._batch
         if len(self._writing) >= WRITING:
             self._writing[0][0].result()
-        written = self._writer.submit(self._bulk.write, self._batch, plan)
-        self._writing.append((written, duplicate_notes(self._batch, plan.duplicates)))
+        notes = duplicate_notes(batch, plan.duplicates)
+        self._writing.append((self._writer.submit(self._bulk.write, batch, plan, read), notes))
 
     def written(self, wait: bool = False) -> list[list[Note]]:
         """Notes about the duplicates of every batch written since the last call, in order; `wait`: until all are."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -468,6 +469,45 @@ def test_no_space_names_the_way_on(proteins, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(RunError, match="is full: free some space and go on with --resume"):
         prepare([str(proteins)], tmp_path / "out")
+
+
+@pytest.mark.parametrize("unit", [3_000, 1 << 21])
+def test_inputs_are_hashed_as_they_are_on_disk(unit, proteins, tmp_path, monkeypatch):
+    """With what stands before the first record, long records, parts that begin within a file, compressed and empty files, and resumed."""
+    monkeypatch.setattr(tasks, "UNIT", unit)
+    monkeypatch.setattr("bmoe.data.run.JOURNAL_S", 0.0)
+    text = proteins.read_bytes()
+    inputs = {
+        "a.fa": b"\xef\xbb\xbfsome words\n\n" + text,
+        "b.fa": text[: 3 * unit + 5],
+        "c.fa": b">giant\n" + b"ACDEFGHIKL\n" * 4000 + text,
+        "d.fa": text[:10_000].replace(b"\n", b"\r\n"),
+        "e.fa.gz": gzip.compress(text),
+    }
+    for name, data in inputs.items():
+        (tmp_path / name).write_bytes(data)
+    names = [str(tmp_path / name) for name in inputs]
+    wanted = {str(tmp_path / name): sha256(data).hexdigest() for name, data in inputs.items()}
+    result = prepare(names, tmp_path / "out", OPTIONS, workers=2)
+    assert {source["name"]: source["sha256"] for source in result["sources"]} == wanted
+    for number in (1, 2, 3):
+        result = prepare(names, tmp_path / f"p{number}", OPTIONS, part=(number, 3))
+        for source in result["sources"]:
+            begin, end = source.get("range", (0, None))
+            assert source["sha256"] == sha256(Path(source["name"]).read_bytes()[begin:end]).hexdigest()
+    saves, save = iter([None, None, None, KeyboardInterrupt]), Ledger.save
+
+    def killed(self, journal):
+        save(self, journal)
+        if (error := next(saves)) is not None:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(names, tmp_path / "killed", OPTIONS)
+    result = prepare(names, tmp_path / "killed", OPTIONS, resume=True)
+    assert {source["name"]: source["sha256"] for source in result["sources"]} == wanted
 
 
 # parts ------------------------------------------------------------------------------------------------------------------
