@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bmoe.kernels.operators import operator
+from bmoe.kernels.sums import sum_parts
 
 TOKENS = 64
 """Tokens of one program: the smallest tile of Hopper's matrix instruction."""
@@ -363,7 +364,7 @@ def router_backward(
         dlogits_TE, x_TD, partial_SED, tokens, tokens_of_split, width, experts, experts_p2, TOKENS, block_d,
         num_warps=4, num_stages=3,
     )  # fmt: skip
-    return dx_TD, partial_SED.sum(0)
+    return dx_TD, sum_parts(partial_SED, weight_ED.dtype)
 
 
 class _Route(torch.autograd.Function):

@@ -19,7 +19,7 @@ Nothing here depends on how many rows an expert got: no value is read on the hos
 neither read nor written.
 
 Measured on an H200 that copies 4.27 TB/s: spread 3.3-3.6 TB/s, combine 3.3-3.8 TB/s (T = 16,384; D 1280, 2048; K 2, 8).
-The sort took 8 us for 8 experts in its older form of two launches, and 52 us for 64 (docs/kernels.md).
+The sort took 8 us for 8 experts in an older form, and 52 us for 64 (docs/kernels.md).
 """
 
 from typing import NamedTuple
@@ -28,6 +28,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+FEW_COUNTS = 2048
+"""Counters that every program of the sort adds up by itself, rather than in a launch of their own."""
 
 
 class Order(NamedTuple):
@@ -78,7 +81,7 @@ def _scan_kernel(counts_BE, totals_E, n_blocks, EXPERTS_P2: tl.constexpr, CHUNK:
 @triton.jit
 def _place_kernel(
     ids_N,
-    before_BE,
+    counts_BE,
     totals_E,
     weights_N,
     row_of_slot_N,
@@ -86,19 +89,29 @@ def _place_kernel(
     weight_of_row_N,
     bounds_E1,
     n_slots,
+    n_blocks,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_P2: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
+    """CHUNK: 0 after a scan, whose sums it reads; else at least the number of blocks, whose counts every program adds up."""
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS_P2)
-    totals = tl.load(totals_E + expert, mask=expert < EXPERTS, other=0)
+    if CHUNK == 0:
+        totals = tl.load(totals_E + expert, mask=expert < EXPERTS, other=0)
+        before = tl.load(counts_BE + block * EXPERTS_P2 + expert)
+    else:
+        b = tl.arange(0, CHUNK)[:, None]
+        counts = tl.load(counts_BE + b * EXPERTS_P2 + expert[None, :], mask=(b < n_blocks) & (expert < EXPERTS)[None, :], other=0)
+        totals = tl.sum(counts, axis=0)
+        before = tl.sum(tl.where(b < block, counts, 0), axis=0)
     ends = tl.cumsum(totals, axis=0)
     if block == 0:
         tl.store(bounds_E1 + 1 + expert, ends, mask=expert < EXPERTS)
         tl.store(bounds_E1 + expert, 0, mask=expert == 0)
-    start = ends - totals + tl.load(before_BE + block * EXPERTS_P2 + expert)
+    start = ends - totals + before
     slot = block * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_N + slot, mask=slot < n_slots, other=EXPERTS_P2).to(tl.int32)
     hit = (ids[:, None] == expert[None, :]).to(tl.int32)
@@ -108,32 +121,37 @@ def _place_kernel(
     tl.store(row_of_slot_N + slot, tl.where(real, row, -1), mask=slot < n_slots)
     tl.store(token_of_row_N + row, slot // K, mask=real)
     tl.store(weight_of_row_N + row, tl.load(weights_N + slot, mask=real, other=0.0), mask=real)
+    free = (slot >= tl.sum(totals, axis=0)) & (slot < n_slots)  # as the number of a row
+    tl.store(token_of_row_N + slot, 0, mask=free)
+    tl.store(weight_of_row_N + slot, 0.0, mask=free)
 
 
 def sort_slots(experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
-    """Stable counting sort of the N expert ids (int64, each in [0, experts]) in three launches; weights fp32."""
+    """Stable counting sort of the N expert ids (int64, each in [0, experts]) in two launches, or three for many; weights fp32."""
     ids_N = experts_TK.reshape(-1)
     n = ids_N.numel()
-    row_of_slot_N = torch.empty(n, dtype=torch.int32, device=ids_N.device)
-    order = Order(
-        row_of_slot_N,
-        torch.zeros_like(row_of_slot_N),
-        torch.zeros(n, dtype=torch.float32, device=ids_N.device),
-        torch.zeros(experts + 1, dtype=torch.int32, device=ids_N.device),
-    )
     if n == 0:
-        return order
+        none = ids_N.new_zeros(0, dtype=torch.int32)
+        return Order(none, none.clone(), none.float(), ids_N.new_zeros(experts + 1, dtype=torch.int32))
+    order = Order(
+        ids_N.new_empty(n, dtype=torch.int32),
+        ids_N.new_empty(n, dtype=torch.int32),
+        ids_N.new_empty(n, dtype=torch.float32),
+        ids_N.new_empty(experts + 1, dtype=torch.int32),
+    )
     experts_p2 = triton.next_power_of_2(experts)
     block = min(max(8192 // experts_p2, 16), 1024, max(triton.next_power_of_2(n), 16))
     blocks = triton.cdiv(n, block)
     counts_BE = torch.empty(blocks, experts_p2, dtype=torch.int32, device=ids_N.device)
     totals_E = torch.empty(experts_p2, dtype=torch.int32, device=ids_N.device)
     _count_kernel[(blocks,)](ids_N, counts_BE, n, experts_p2, block, num_warps=4)
-    chunk = min(triton.next_power_of_2(blocks), 1024)
-    _scan_kernel[(experts_p2,)](counts_BE, totals_E, blocks, experts_p2, chunk, num_warps=4)
+    chunk = triton.next_power_of_2(blocks)
+    few = chunk * experts_p2 <= FEW_COUNTS
+    if not few:
+        _scan_kernel[(experts_p2,)](counts_BE, totals_E, blocks, experts_p2, min(chunk, 1024), num_warps=4)
     _place_kernel[(blocks,)](
-        ids_N, counts_BE, totals_E, weights_TK.reshape(-1), *order, n, experts_TK.shape[1], experts, experts_p2, block,
-        num_warps=4,
+        ids_N, counts_BE, totals_E, weights_TK.reshape(-1), *order, n, blocks, experts_TK.shape[1], experts, experts_p2, block,
+        chunk if few else 0, num_warps=4,
     )  # fmt: skip
     return order
 

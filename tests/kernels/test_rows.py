@@ -31,9 +31,11 @@ def sort_both(ids_TK: torch.Tensor, experts: int) -> tuple[rows.Order, rows.Orde
     return rows.sort_slots(ids_TK, weights_TK, experts), rows.sort_slots_reference(ids_TK, weights_TK, experts)
 
 
+@pytest.mark.parametrize("few", [0, 2048])
 @pytest.mark.parametrize("pattern", ["all", "tail", "one", "none"])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (37, 3, 2), (257, 8, 2), (130, 64, 8), (1030, 5, 2)])
-def test_sort_is_the_stable_sort(pattern, tokens, experts, k):
+def test_sort_is_the_stable_sort(pattern, tokens, experts, k, few, monkeypatch):
+    monkeypatch.setattr(rows, "FEW_COUNTS", few)
     ids_TK = ids_of(pattern, tokens, experts, k)
     assert_same_order(*sort_both(ids_TK, experts))
 
