@@ -13,7 +13,8 @@ from bmoe.jobs.stepping import step_of
 from bmoe.parallel.world import World
 from bmoe.profiling.compare import load
 from bmoe.profiling.render import comparison, report
-from bmoe.recipe import PrecisionSection, Recipe
+from bmoe.recipe import BackendSection, PrecisionSection, Recipe
+from bmoe.recipe.rules import broken_rules
 from bmoe.training import setup
 
 __all__ = ["FLAGSHIP", "compare", "comparison", "profile", "report"]
@@ -37,12 +38,27 @@ def check_precision(precision: str | None) -> None:
         raise RequestError(f"--precision {precision}: use one of {', '.join(kinds)}")
 
 
+def check_experts(recipe: Recipe, precision: str | None, experts: str | None) -> None:
+    """Raises RequestError if the experts, asked for or of the recipe, are unknown or do not compute in the precision."""
+    backend, kind = recipe.backend, precision or recipe.precision.kind
+    if experts not in (None, "all"):
+        known = get_args(BackendSection.model_fields["experts"].annotation)
+        if experts not in known:
+            raise RequestError(f"--experts {experts}: use all or one of {', '.join(known)}")
+        backend = backend.model_copy(update={"experts": experts})
+    changed = {"backend": backend, "precision": recipe.precision.model_copy(update={"kind": kind})}
+    for key, sentence in broken_rules(recipe.model_copy(update=changed)):
+        if key == "backend.experts":
+            raise RequestError(f"{f'--experts {experts}' if experts else f'--precision {kind}'}: {key}: {sentence}")
+
+
 def profile(
     recipe: Recipe, *, device: torch.device, precision: str | None, experts: str | None, baseline: str | None, forms: str | None,
     routing: str | None, steps: int | None, trace: str | None,
 ) -> dict:  # fmt: skip
-    """The results of a profile. Raises RequestError for a precision that does not exist."""
+    """The results of a profile. Raises RequestError for a precision that does not exist, or that `experts` do not compute in."""
     check_precision(precision)
+    check_experts(recipe, precision, experts)
     return profiling.profile(
         recipe, build, device=device, precision=precision, experts=experts, baseline=baseline, forms=forms, routing=routing,
         steps=steps, trace=trace, stepping=lambda subject: step_of(subject, World(device)),

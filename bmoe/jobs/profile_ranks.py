@@ -13,13 +13,14 @@ from bmoe.errors import RequestError, RunError
 from bmoe.jobs import train
 from bmoe.jobs.common import choose_device, shard_folder, write_json
 from bmoe.jobs.layouts import layouts
-from bmoe.jobs.profile import check_precision
+from bmoe.jobs.profile import check_experts, check_precision
 from bmoe.jobs.stepping import step_of
 from bmoe.parallel import launch
 from bmoe.parallel.world import World
-from bmoe.precision import conditions, machine
+from bmoe.precision import machine
 from bmoe.profiling import Subject, baseline, distributed, open_data, race, render_ranks
 from bmoe.profiling.estimate import predictions
+from bmoe.profiling.run import unmet
 from bmoe.recipe import Recipe
 from bmoe.training import setup
 
@@ -85,9 +86,10 @@ def overridden(recipe: Recipe, request: Request) -> Recipe:
     """The recipe with the precision and the experts of the command line. Raises RequestError."""
     if request.experts == "all":
         raise RequestError("--experts all compares implementations on one GPU; with ranks name one")
+    check_precision(request.precision)
+    check_experts(recipe, request.precision, request.experts)
     updates = {}
     if request.precision:
-        check_precision(request.precision)
         updates["precision"] = recipe.precision.model_copy(update={"kind": request.precision})
     if request.experts:
         updates["backend"] = recipe.backend.model_copy(update={"experts": request.experts})
@@ -111,7 +113,7 @@ def profile(recipe: Recipe, request: Request, world: World) -> dict:
     """The results of `--json`, the same on every rank. Collective. Raises RequestError."""
     device, kind = world.device, recipe.precision.kind
     here = machine.probe(device)
-    lacking = [] if recipe.precision.emulate else conditions.unmet(kind, here, recipe.model)
+    lacking = unmet(recipe, here)
     if lacking:
         raise RequestError(f"{kind} does not run on this machine: {'; '.join(lacking)}; `bmoe profile` without --gpus predicts it")
     asked = baseline.wanted(request.baseline, request.forms, request.routing, device)

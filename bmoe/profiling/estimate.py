@@ -58,7 +58,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
             "fits": fit.fits(sizes["peak"], chip),
             "speedup_over_bf16": bf16 / result["step_s"],
             "this_machine": chips.of_device(device_name) is chip,
-            "model_error": validation.known_error(),
+            "model_error": validation.known_error(recipe.precision.kind in predict.LOW and not recipe.precision.emulate),
             "bottleneck": bottleneck(_whole(result), result["batches_per_step"]),
         }
     return found

@@ -217,7 +217,8 @@ def achieved(found: dict[str, dict], recipe: Recipe, vocabulary: int, load: Load
         entry["gb_per_s"] = moved / seconds / 1e9 if moved and seconds else None
         entry["intensity"] = flops / moved if flops and moved else None
         low = name.startswith("experts") and "low_matmul_tflops" in ceiling
-        arithmetic = flops / (ceiling["low_matmul_tflops" if low else "matmul_tflops"] * 1e12)
+        eight = (2 / 3 if recipe.precision.kind == "fp8_row" else 1.0) if low else 0.0  # share of the products in 8 bits
+        arithmetic = flops / 1e12 * ((1 - eight) / ceiling["matmul_tflops"] + (eight / ceiling["low_matmul_tflops"] if eight else 0.0))
         memory = moved / (ceiling["copy_gb_per_s"] * 1e9)
         entry["bound"] = ("arithmetic" if arithmetic > memory else "memory") if moved else None
         entry["ceiling_share"] = max(arithmetic, memory) / seconds if moved and seconds else None

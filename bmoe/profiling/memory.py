@@ -5,7 +5,8 @@ the moments; gradients are bf16, summed in fp32 if a step has several batches (t
 In fp32: 4 + 4 + 8. On several ranks weights are fp32 shards (no second half) and gradients are summed in fp32 shards; what is
 gathered for a pass, or for a whole step where that takes at most a quarter of the GPU (`parallel.shard`), is workspace.
 Vectors and the router are fp32 always. Activations: what forward keeps for backward, per block. Workspace: what only lives
-while one part runs (its gradients, gathered parameters, the loss in fp32).
+while one part runs (its gradients, gathered parameters, the loss in fp32, rounded copies), and what cuBLAS keeps for its products.
+Eight-bit experts keep their weights' transposed 8-bit copies from forward to backward, a byte a parameter.
 
 The peak is static plus the larger of two moments: the end of forward (all activations), or the end of backward (all bf16
 gradients, one block's activations).
@@ -47,6 +48,7 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
         C = 2 * moe.expert_width if model.ffn == "swiglu" else moe.expert_width
         N, experts = load.real * moe.top_k, backend.experts
         inside = _expert_rows(recipe.precision.kind, experts, N, D, C, moe.expert_width, b, compiled)
+        inside += moe.experts * D * (C + moe.expert_width) if eight_bits(recipe) else 0
         shared = moe.shared_experts * moe.expert_width
         inside += _dense_rows(model.ffn, T, shared, b, compiled) if shared else 0
         fused = experts == "triton" and moe.groups is None  # the router that reads bf16
@@ -79,6 +81,17 @@ def _expert_rows(kind: str, experts: str, N: float, D: int, C: int, F: int, b: i
     return N * (D + F) * b + N * (2 * C) * 4
 
 
+def eight_bits(recipe: Recipe) -> bool:
+    """Whether the experts' products take 8-bit inputs, and do not only emulate them."""
+    return recipe.precision.kind.startswith(("fp8", "mxfp8")) and not recipe.precision.emulate
+
+
+CUBLAS = 2 * 32 * 2**20
+"""Bytes that cuBLAS keeps on Hopper and Blackwell: 32 MiB for each of two threads, the one of forward and the one of backward."""
+
+TE_CUBLAS = 4 * 32 * 2**20
+"""The same for Transformer Engine's grouped products, one for each of its streams (`get_cublas_workspace`, TE 2.20)."""
+
 HOPPER = 9  # compute capability of the fused experts and of the attention that `auto` takes
 
 
@@ -94,7 +107,8 @@ def on_a_gpu(recipe: Recipe, chip: Chip | None = None) -> Recipe:
         update["attention"] = "sdpa" if precision.kind == "fp32" else ("flash" if flash else "varlen")
     if backend.experts == "auto":
         plain = model.ffn == "swiglu" and not model.bias and not precision.emulate
-        update["experts"] = {"bf16": "triton", "fp32": "grouped"}.get(precision.kind, "te") if plain else "grouped"
+        own = {"bf16": "triton", "fp8_row": "triton", "fp32": "grouped"}
+        update["experts"] = own.get(precision.kind, "te") if plain else "grouped"
     return recipe.model_copy(update={"backend": backend.model_copy(update=update)})
 
 
@@ -127,6 +141,8 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     hidden = model.moe.expert_width if model.moe else (model.ffn_width or default_ffn_width(model.ffn, model.width))
     gates = 2 if model.ffn == "swiglu" else 1
     one_block = max(full - some for some, full in block.values()) + rows * ((gates + 2) * hidden + 2 * model.width) * b
+    if recipe.precision.emulate and model.moe:
+        one_block += rows * gates * hidden * b  # the gradient of h is there twice more, rounded along rows and down columns
     largest = p.experts / max(1, model.layers - dense_layers) if model.moe else p.dense / model.layers
     gathered = 2 * (p.dense / model.layers + largest / expert) * b if several else 0.0
     unit = p.dense + p.experts / expert
@@ -136,7 +152,11 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     end_of_forward = kept + head
     # Gradients appear while activations go, both about linearly, so the larger end decides.
     end_of_backward = kept / model.layers + gradients_alive
-    workspace = one_block + gathered + (largest / expert * b if sums else 0.0)
+    workspace = one_block + gathered + (largest / expert * b if sums else 0.0) + CUBLAS
+    if model.moe and recipe.backend.experts == "te":  # its gradients are stacked into one tensor
+        workspace += TE_CUBLAS + largest / expert * b
+    elif model.moe and eight_bits(recipe):
+        workspace += largest / expert  # the copies that are not kept
     static = weights + optimizer + sums
     gradients = sums + (4 * wide if sums else gradients_alive)
     peak = static + max(end_of_forward, end_of_backward) + workspace

@@ -4,9 +4,10 @@ time(part) = max(FLOP / (peak x efficiency), bytes / (bandwidth x efficiency)) +
 
 Assumptions, all named in the result: the efficiencies below are fractions of the published peaks, taken from the kernels of
 two whole steps on one H200 in bf16; on Hopper the fused experts' products gather and activate inside, elsewhere passes of
-their own do; low precision speeds up the experts' products alone, halves their traffic of rounded inputs and adds a pass that
-makes them; nothing overlaps but communication, of which `overlap` hides behind arithmetic. No Blackwell GPU was at hand:
-numbers for B200 and GB200 are this model at their published peaks, not measurements.
+their own do; low precision speeds up the experts' products alone (all of them in Transformer Engine, two thirds under fp8_row,
+whose weight gradients are bf16), halves their traffic of rounded inputs and adds the passes that round rows and weights; nothing
+overlaps but communication, of which `overlap` hides behind arithmetic. No Blackwell GPU was at hand: numbers for B200 and
+GB200 are this model at their published peaks, not measurements.
 """
 
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from bmoe.profiling.memory import HOPPER, on_a_gpu
 from bmoe.profiling.work import Load, Part, Work, batch_parts, layout, model_flops, parameters
 from bmoe.recipe import Recipe
 
-LOW = ("fp8_current", "fp8_block", "fp8_delayed", "mxfp8")
+LOW = ("fp8_row", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Efficiency:
     F 2816, 8 layers of D 1280 with 64 of F 768): dense products 0.74 and 0.73; fused experts' products 0.64 and 0.58;
     flash-attn-4 0.27 and 0.27, torch's varlen attention 0.18 forward and backward, both with heads of 64; AdamW with the norm
     0.81 and 0.84 of the bandwidth; 0.07 and 0.05 of a step between its kernels. A copy alone reaches 0.89. Attention of
-    narrower heads takes as long as that of 64, since its exponentials do (not measured).
+    narrower heads takes as long as that of 64, since its exponentials do (not measured). `row_gemm`: fp8_row's four products
+    reached 0.53 of the FP8 peak alone (kernels/fp8_gemm.py, 12 N D F over the sum of their times), less what bf16 products lose
+    from standing alone to a step (0.65 to 0.61).
     """
 
     gemm: float = 0.73
@@ -38,15 +41,19 @@ class Efficiency:
     memory: float = 0.75
     optimizer: float = 0.82
     idle: float = 0.06
+    row_gemm: float = 0.50  # our own FP8 products
     low_gemm: float = 0.45  # Transformer Engine's FP8 experts: their gain over bf16 is far from the factor 2 of the peaks
     kernel_s: float = 3e-6
+    te_layer_s: float = 6.9e-3  # Transformer Engine's 8-bit experts on Hopper, launched by the host expert by expert (cuBLASLt
+    te_expert_s: float = 0.6e-3  # below 13.5): a layer takes at least the first, and the second for each expert besides
     link: float = 0.8
     overlap: float = 0.7
 
 
 EFFICIENCY = Efficiency()
-GUESSED = ("low_gemm", "link", "overlap")  # never measured: no run of ours had several GPUs, or FP8 at its best
-ROUNDING_BYTES = 3.0  # reading a bf16 element and writing an 8-bit one, per copy
+GUESSED = ("low_gemm", "link", "overlap")  # never measured: no run of ours had several GPUs, or Transformer Engine's FP8 at its best
+TE_ROUNDING = 6.0  # bytes an element: read for the maximum, read again, written along rows and down columns
+ROW_ROUNDING = 3.0  # the same for rows of fp8_row: read and written once
 
 
 def _seconds(work: Work, rate: float, chip: Chip, e: Efficiency) -> float:
@@ -85,12 +92,14 @@ def part_seconds(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, e: Eff
             if part.matrix == "attention" and not fp32:
                 times.append(_attention(recipe, work, core * (2.5 if backward else 1.0), chip, e))
             elif part.matrix == "grouped" and kind in LOW:
-                times.append(_low_gemm(model, load, name, work, chip, e))
+                times.append(_low_gemm(recipe, load, name, work, backward, chip, e))
             else:
                 rate = peak * (e.grouped if part.matrix == "grouped" else e.gemm)
                 times.append(_seconds(work, rate, chip, e))
         times = [seconds / (1 - e.idle) for seconds in times]
         found[name] = {"forward_s": times[0], "backward_s": times[1], "seconds": sum(times)}
+    if kind in LOW and recipe.backend.experts == "te" and chip.capability[0] == HOPPER:
+        _wait_for_host(found, recipe, e)
     recomputed = {"none": (), "experts": ("dispatch", "experts gemm 1", "experts activation", "experts gemm 2")}
     again = recomputed.get(recipe.backend.recompute, tuple(n for n in found if n not in ("embedding", "router", "head + loss")))
     for name in again:
@@ -100,13 +109,40 @@ def part_seconds(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, e: Eff
     return found
 
 
-def _low_gemm(model, load: Load, name: str, work: Work, chip: Chip, e: Efficiency) -> float:
-    """A grouped product in 8 bits: half the traffic, and a pass over the activations that rounds them both ways."""
-    layers = model.layers - model.moe.dense_layers
-    rows = load.real * model.moe.top_k * layers
-    width = model.width if name == "experts gemm 1" else model.moe.expert_width
-    rounding = 2 * ROUNDING_BYTES * rows * width / (chip.bandwidth * e.memory)
-    return _seconds(work._replace(bytes=work.bytes / 2, kernels=work.kernels * 3), chip.fp8 * e.low_gemm, chip, e) + rounding
+def _wait_for_host(found: dict[str, dict[str, float]], recipe: Recipe, e: Efficiency) -> None:
+    """Stretch the experts' parts to what the host takes to launch them, where that is longer; in place."""
+    moe = recipe.model.moe
+    least = (recipe.model.layers - moe.dense_layers) * (e.te_layer_s + e.te_expert_s * moe.experts)
+    mine = [part for name, part in found.items() if name.startswith("experts ") or name in ("dispatch", "combine")]
+    longer = max(1.0, least / sum(part["seconds"] for part in mine))
+    for part in mine:
+        part.update({key: seconds * longer for key, seconds in part.items()})
+
+
+def _low_gemm(recipe: Recipe, load: Load, name: str, work: Work, backward: bool, chip: Chip, e: Efficiency) -> float:
+    """A grouped product with its rounding passes: forward the input's rows and the weights, backward the output's gradient.
+
+    Transformer Engine rounds routed rows, both ways, and all products are in 8 bits. fp8_row rounds tokens before they are routed,
+    where there are fewer, and its weight gradients, half of the backward pass, are bf16.
+    """
+    model, moe, own = recipe.model, recipe.model.moe, recipe.precision.kind == "fp8_row"
+    layers = model.layers - moe.dense_layers
+    rows, first = load.real * moe.top_k, name == "experts gemm 1"
+    outside = first != backward  # x and the gradient of y, of width D; inside are a and the gradient of h
+    width = model.width if outside else moe.expert_width * (2 if first else 1)
+    rounded = (load.tokens if own and outside else rows) * width * (ROW_ROUNDING if own else TE_ROUNDING)
+    if not backward:
+        rounded += TE_ROUNDING * moe.experts * model.width * moe.expert_width * (2 if first else 1)
+    passes = Work(0.0, rounded * layers, 2.0 * layers)
+    if not own:
+        products = _seconds(work._replace(bytes=work.bytes / 2), chip.fp8 * e.low_gemm, chip, e)
+    elif backward:
+        half = work.times(0.5)
+        products = _seconds(half._replace(bytes=half.bytes / 2), chip.fp8 * e.row_gemm, chip, e)
+        products += _seconds(half, chip.bf16 * e.grouped, chip, e)
+    else:
+        products = _seconds(work._replace(bytes=work.bytes / 2), chip.fp8 * e.row_gemm, chip, e)
+    return products + _seconds(passes, chip.bf16, chip, e)
 
 
 def optimizer_work(recipe: Recipe, vocabulary: int, ranks: int) -> Work:

@@ -198,16 +198,15 @@ def _predicted(predicted: dict) -> RenderableType:
         )  # fmt: skip
     first = next(iter(predicted.values()))
     used, known = first["assumptions"], first["model_error"]
-    fractions = ", ".join(
-        f"{key} {used[key]:g}" for key in ("gemm", "grouped", "low_gemm", "attention_flash", "attention_varlen", "memory", "idle")
-    )
+    shown = ("gemm", "grouped", "row_gemm", "low_gemm", "attention_flash", "attention_varlen", "memory", "idle")
+    fractions = ", ".join(f"{key} {used[key]:g}" for key in shown)
     label = f"{first['label']}: shares of published peaks {fractions}; {used['kernel_s'] * 1e6:g} us a kernel."
     return Group(
         table,
         notes(
             label,
-            f"error: {known['points']} times measured on {known['on']} differ from this model by {known['median']:.0%} in the median, by "
-            f"{known['worst']:+.0%} at worst ({known['where']}).",
+            f"error: {known['points']} times measured on {known['on']} in {known['precision']} differ from this model by "
+            f"{known['median']:.0%} in the median, by {known['worst']:+.0%} at worst ({known['where']}).",
             f"Guessed: {', '.join(used['guessed'])}. Untested on Blackwell: no Blackwell was at hand.",
         ),
     )

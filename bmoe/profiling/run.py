@@ -175,13 +175,27 @@ def _parts_label(recipe: Recipe) -> str:
     return f"{one}; from marked steps, scaled to the undisturbed ones"
 
 
+def unmet(recipe: Recipe, here: machine.Machine) -> list[str]:
+    """What this machine or the recipe lacks for the arithmetic of its precision, one sentence each; [] if it runs here."""
+    kind, model = recipe.precision.kind, recipe.model
+    if recipe.precision.emulate:
+        return []
+    found = conditions.unmet(kind, here, model)
+    if kind in predict.LOW and model.moe is None:
+        experts = f"Model: {kind} is a format of experts' products, and model.moe is null; emulate_linears can emulate it in dense layers."
+        return [experts, *(sentence for sentence in found if not sentence.startswith("Feed-forward"))]
+    return found
+
+
 def implementations(recipe: Recipe, device: torch.device, te_runs: bool) -> list[str]:
-    """The expert implementations that can run the recipe here."""
+    """The expert implementations that compute in the recipe's precision here; loop and grouped know no 8-bit products."""
+    if recipe.precision.kind in predict.LOW and not recipe.precision.emulate:
+        return ["triton" if recipe.precision.kind == "fp8_row" else "te"]
     names = ["loop", "grouped"]
     plain = recipe.model.ffn == "swiglu" and not recipe.model.bias
     if device.type == "cuda" and plain and recipe.precision.kind == "bf16":
         names.append("triton")
-    if te_runs and plain and recipe.precision.kind != "fp32":
+    if te_runs and plain and recipe.precision.kind == "bf16":
         names.append("te")
     return names
 
@@ -208,7 +222,7 @@ def profile(
     asked = wanted(baseline, forms, routing, device)
     here = machine.probe(device)
     kind = recipe.precision.kind
-    lacking = [] if recipe.precision.emulate else conditions.unmet(kind, here, recipe.model)
+    lacking = unmet(recipe, here)
     shards, source = open_data(recipe)
     compute = torch.float32 if kind == "fp32" else torch.bfloat16
     ceiling = ceilings.measure(device, compute)

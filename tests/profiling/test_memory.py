@@ -102,6 +102,7 @@ def test_auto_counts_as_what_it_becomes_on_a_gpu(recipe_of):
 
     assert resolved(precision={"kind": "bf16"}) == ("triton", "varlen", True)
     assert resolved(precision={"kind": "fp8_current"}) == ("te", "varlen", True)
+    assert resolved(precision={"kind": "fp8_row"}) == ("triton", "varlen", True)
     assert resolved(precision={"kind": "mxfp8", "emulate": True}) == ("grouped", "varlen", True)
     assert resolved(precision={"kind": "bf16"}, model={"ffn": "gelu"}) == ("grouped", "varlen", True)
     assert resolved(precision={"kind": "fp32"}) == ("grouped", "sdpa", True)
@@ -109,6 +110,23 @@ def test_auto_counts_as_what_it_becomes_on_a_gpu(recipe_of):
     wide = recipe_of(precision={"kind": "bf16"}, model={"width": 128, "heads": 2})
     taken = {name: memory.on_a_gpu(wide, chips.CHIPS[name]).backend.attention for name in ("h100", "b200")}
     assert taken == {"h100": "flash", "b200": "varlen"}, "flash-attn-4 was compared with float64 on Hopper only"
+
+
+@pytest.mark.parametrize("recompute", ["none", "experts", "full"])
+def test_fp8_row_keeps_a_byte_for_each_weight_of_the_experts(recipe_of, recompute):
+    """The transposed copies; with recomputation they are made again, one layer at a time."""
+    model = {"layers": 5, "width": 256, "heads": 4, "moe": {"experts": 4, "top_k": 2, "expert_width": 128}}
+    load = Load(1024, 1000, 1e5, 150)
+
+    def sizes(kind):
+        recipe = recipe_of(model=model, precision={"kind": kind}, backend={"recompute": recompute}, data={"tokens_per_batch": 1024})
+        return by_category(recipe.model_copy(update={"training": recipe.training.model_copy(update={"tokens_per_step": 1024})}), 33, load)
+
+    bf16, low = sizes("bf16"), sizes("fp8_row")
+    layer = 4 * 3 * 256 * 128
+    kept, copies = (5 * layer, layer) if recompute == "none" else (0, 2 * layer)
+    assert (low["activations"] - bf16["activations"]) * GIB == pytest.approx(kept)
+    assert (low["workspace"] - bf16["workspace"]) * GIB == pytest.approx(copies)
 
 
 ESM2_MOE_8M = {"layers": 6, "width": 320, "heads": 20, "moe": {"experts": 8, "top_k": 2, "expert_width": 448}}

@@ -1,11 +1,13 @@
 """The roofline: sanity by scaling, bytes by hand, and published measurements of one layer on an H200."""
 
+from statistics import median
+
 import pytest
 
 from bmoe.errors import RequestError
 from bmoe.model import counts
 from bmoe.profiling import chips, predict, validation
-from bmoe.profiling.work import Load
+from bmoe.profiling.work import Load, Work
 from bmoe.recipe import Recipe
 
 
@@ -21,18 +23,26 @@ def with_backend(recipe, **values):
     return recipe.model_copy(update={"backend": recipe.backend.model_copy(update=values)})
 
 
-@pytest.mark.parametrize("point", validation.POINTS, ids=str)
-def test_the_model_against_times_measured_on_an_h200(point):
-    """Torch's grouped products of 64 small experts are the one that it does not hold for: they take a third longer."""
-    known = 0.3 if point.experts == "grouped" and point.moe[0] == 64 else 0.15
-    assert validation.predicted(point) == pytest.approx(point.seconds, rel=known)
+@pytest.mark.parametrize("layer", validation.LAYERS, ids=str)
+def test_the_model_against_layers_measured_on_an_h200(layer):
+    """It does not hold for torch's grouped products of 64 small experts, which take a third longer, and for Transformer Engine
+    where the GPU is the slower side, which takes a quarter longer."""
+    known = 0.3 if (layer.experts, layer.moe[0], layer.width) in (("grouped", 64, 1280), ("te", 8, 2048)) else 0.15
+    assert layer.predicted() == pytest.approx(layer.seconds, rel=known)
 
 
-def test_the_error_that_is_shown_is_that_of_the_points():
-    found, shown = validation.errors(), validation.known_error()
-    sizes = sorted(abs(error) for error in found.values())
-    assert shown["points"] == len(sizes) >= 5 and shown["median"] == sizes[len(sizes) // 2] < 0.15
-    assert abs(shown["worst"]) == sizes[-1] and shown["where"] in map(str, found)
+def test_the_model_against_steps_measured_on_an_h200():
+    errors = [abs(step.predicted() / step.seconds - 1) for step in validation.STEPS]
+    assert median(errors) < 0.15
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_the_error_that_is_shown_is_that_of_the_points(low):
+    found, shown = validation.errors(), validation.known_error(low)
+    chosen = {point: abs(error) for point, error in found.items() if (point.precision in predict.LOW) is (shown["precision"] == "8 bits")}
+    assert shown["points"] == len(chosen) and shown["median"] == median(chosen.values()) < 0.15
+    assert abs(shown["worst"]) == max(chosen.values()) and shown["where"] in map(str, chosen)
+    assert low or (shown["precision"] == "bf16" and len(chosen) >= 5)
 
 
 def test_attention_of_full_sequences_on_an_h200():
@@ -67,6 +77,37 @@ def test_low_precision_pays_for_wide_experts_and_not_for_small_ones():
             predict.step(layer(*shape), 33, FULL, b200)["batch_s"] / predict.step(layer(*shape, kind="mxfp8"), 33, FULL, b200)["batch_s"]
         )
     assert gain["wide"] > 1.15 and gain["small"] < gain["wide"]
+
+
+def test_fp8_row_computes_two_thirds_in_8_bits():
+    """Where rounding counts for nothing, forward products and data gradients gain the ratio of their rates, weight gradients nothing."""
+    h200, e = chips.find("h200"), predict.EFFICIENCY
+    huge = Load(2**22, 2**22, 1.0, 1)
+    wide = [predict.part_seconds(layer(65536, 65536, 8, 8, kind), 33, huge, h200) for kind in ("bf16", "fp8_row")]
+    gain = h200.fp8 * e.row_gemm / (h200.bf16 * e.grouped)
+    for name in ("experts gemm 1", "experts gemm 2"):
+        bf16, low = (parts[name] for parts in wide)
+        assert bf16["forward_s"] / low["forward_s"] == pytest.approx(gain, rel=0.02)
+        assert low["backward_s"] / bf16["backward_s"] == pytest.approx((1 / gain + 1) / 2, rel=0.02)
+    assert {name: part for name, part in wide[0].items() if "gemm" not in name} == {n: p for n, p in wide[1].items() if "gemm" not in n}
+
+
+def test_fp8_row_rounds_tokens_and_transformer_engine_rows():
+    """Bytes of the rounding passes by hand: 8 experts of top-8, so every token is 8 rows."""
+    h200, load = chips.find("h200"), Load(4096, 4096, 1.0, 1)
+    recipe = {kind: layer(1024, 512, 8, 8, kind) for kind in ("fp8_row", "fp8_current")}
+    weights = 6.0 * 8 * 1024 * 512
+    by_hand = {
+        "fp8_row": [3 * 4096 * 1024 + 2 * weights, 3 * 32768 * 1024, 3 * 32768 * 512 + weights, 3 * 4096 * 1024],
+        "fp8_current": [6 * 32768 * 1024 + 2 * weights, 6 * 32768 * 1024, 6 * 32768 * 512 + weights, 6 * 32768 * 1024],
+    }
+    for kind, expected in by_hand.items():
+        found = []
+        for name in ("experts gemm 1", "experts gemm 2"):
+            for backward in (False, True):
+                time = predict._low_gemm(recipe[kind], load, name, Work(), backward, h200, predict.EFFICIENCY)
+                found.append((time - 2 * predict.EFFICIENCY.kernel_s) * h200.bandwidth * predict.EFFICIENCY.memory)
+        assert found == pytest.approx(expected)
 
 
 def test_recomputation_adds_forward_work_only():

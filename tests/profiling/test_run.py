@@ -8,7 +8,7 @@ import torch
 from bmoe.errors import RequestError
 from bmoe.profiling import estimate, profile
 from bmoe.profiling.estimate import expected_load
-from bmoe.profiling.run import reduced
+from bmoe.profiling.run import implementations, reduced
 from bmoe.profiling.synthetic import SyntheticShards
 
 CPU = torch.device("cpu")
@@ -55,6 +55,34 @@ def test_implementations_are_compared(recipe_of, build):
     found = profile(recipe_of(), build, device=CPU, experts="all", steps=2)
     assert set(found["experts_compared"]) == {"loop", "grouped"}
     assert found["ratios"][f"experts {found['experts']}"] == 1.0
+
+
+def test_only_what_computes_in_a_precision_is_compared_in_it(recipe_of):
+    found = {}
+    for kind in ("bf16", "fp32", "fp8_row", "fp8_current", "mxfp8"):
+        found[kind] = implementations(recipe_of(precision={"kind": kind}), torch.device("cuda"), True)
+    assert found.pop("bf16") == ["loop", "grouped", "triton", "te"] and found.pop("fp32") == ["loop", "grouped"]
+    assert found == {"fp8_row": ["triton"], "fp8_current": ["te"], "mxfp8": ["te"]}
+    assert implementations(recipe_of(precision={"kind": "mxfp8", "emulate": True}), torch.device("cuda"), True) == ["loop", "grouped"]
+
+
+def test_eight_bits_of_a_model_without_experts_are_no_measurement(recipe_of, build):
+    """On a machine that has the format nothing else would stop it from timing bf16 under another name."""
+    found = profile(recipe_of(model={"moe": None}), build, device=CPU, precision="mxfp8")
+    assert "model.moe is null" in found["unmet_conditions"][0] and found["step_s"] is None and found["emulated"]["gradients"]
+
+
+def test_experts_that_do_not_compute_in_the_precision_are_refused(recipe_of):
+    from bmoe.jobs.profile import check_experts
+
+    recipe = recipe_of(precision={"kind": "bf16"})
+    check_experts(recipe, "fp8_row", "triton")
+    check_experts(recipe, "mxfp8", "all")
+    for precision, experts, words in [("mxfp8", "grouped", "--experts grouped: backend.experts"), (None, "jax", "use all or one of")]:
+        with pytest.raises(RequestError, match=words):
+            check_experts(recipe, precision, experts)
+    with pytest.raises(RequestError, match="--precision fp8_current: backend.experts"):
+        check_experts(recipe_of(precision={"kind": "bf16"}, backend={"experts": "triton"}), "fp8_current", None)
 
 
 def test_wrong_requests(recipe_of, build):
