@@ -210,7 +210,7 @@ class Forced:
         ids_E = torch.arange(router.experts, device=experts_TK.device)
         dealt_E = (real_T.sum() * router.top_k - 1 - ids_E).div(router.experts, rounding_mode="floor") + 1
         counts_E = torch.where(self.on, dealt_E.to(routing.counts_E.dtype), routing.counts_E)
-        return Routing(experts_TK, routing.weights_TK, routing.balance, routing.z, counts_E)
+        return routing._replace(experts_TK=experts_TK, counts_E=counts_E)
 
 
 def mixtral(recipe: Recipe, vocabulary: int, name: str, device: torch.device) -> nn.Module:

@@ -9,16 +9,24 @@ FLOOR = 0.02  # two runs of the same thing differ by this much on a quiet machin
 
 
 def load(path: str | Path) -> dict:
-    """The results of a `bmoe profile --json` file. Raises RequestError."""
+    """The results of a `bmoe profile --json` file, with its recipe's values by key as `settings`. Raises RequestError."""
     try:
         body = json.loads(Path(path).read_text())
     except OSError as problem:
         raise RequestError(f"{path}: cannot read it ({problem.strerror}); give two files that `bmoe profile --json` wrote") from None
     except ValueError:
         raise RequestError(f"{path}: this is no JSON; give two files that `bmoe profile --json` wrote") from None
-    if not isinstance(body, dict) or body.get("command") != "profile":
+    if not isinstance(body, dict) or body.get("command") != "profile" or not isinstance(body.get("results"), dict):
         raise RequestError(f"{path}: this was not written by `bmoe profile --json`; give two files that were")
-    return body["results"]
+    return body["results"] | {"settings": _flat(body.get("recipe") or {})}
+
+
+def _flat(values: dict, prefix: str = "") -> dict[str, object]:
+    """section.key -> value of nested sections."""
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def compare(a: dict, b: dict) -> dict:
@@ -26,16 +34,24 @@ def compare(a: dict, b: dict) -> dict:
 
     step: seconds of both, ratio b / a with its bounds (the ratio of opposite ends of the runs' 10-90 % ranges, at least
     2 % either way), and `changed`, whether 1 lies outside them. parts: seconds and ratio of each part that both have. scaling:
-    ranks of both, and tokens/s a rank of `b` over those of `a`. Raises RequestError if one of them measured nothing.
+    ranks of both, and tokens/s a rank of `b` over those of `a`. differing: what was not the same, the recipe's values among it.
+    Raises RequestError if one of them measured nothing.
     """
     for name, results in (("first", a), ("second", b)):
         if not results.get("step_s"):
             raise RequestError(f"--compare: the {name} file has no measured step (its precision did not run on that machine)")
+        if missing := {"step_s_low", "step_s_high", "tokens_per_s", "parts"} - results.keys():
+            raise RequestError(f"--compare: the {name} file lacks {', '.join(sorted(missing))}; profile again and compare the new file")
     ratio = b["step_s"] / a["step_s"]
     low = min(b["step_s_low"] / a["step_s_high"], ratio * (1 - FLOOR))
     high = max(b["step_s_high"] / a["step_s_low"], ratio * (1 + FLOOR))
     shared = [name for name in a["parts"] if name in b["parts"]]
-    differing = [key for key in ("recipe", "device", "precision", "experts", "compiled", "data") if a.get(key) != b.get(key)]
+    keys = ("recipe", "device", "precision", "experts", "attention", "compiled", "replayed", "data")
+    differing = {key: {"a": a.get(key), "b": b.get(key)} for key in keys if a.get(key) != b.get(key)}
+    one, other = a.get("settings", {}), b.get("settings", {})
+    for key in sorted(one.keys() & other.keys() - {"name"}):
+        if one[key] != other[key]:
+            differing[key] = {"a": one[key], "b": other[key]}
     ranks = {"a": a.get("ranks", 1), "b": b.get("ranks", 1)}
     per_rank = b["tokens_per_s"] / ranks["b"] / (a["tokens_per_s"] / ranks["a"])
     return {
@@ -47,5 +63,5 @@ def compare(a: dict, b: dict) -> dict:
             for name in shared
             for x, y in [(a["parts"][name]["seconds"], b["parts"][name]["seconds"])]
         },
-        "differing": {key: {"a": a.get(key), "b": b.get(key)} for key in differing},
+        "differing": differing,
     }

@@ -92,7 +92,8 @@ def _headline(results: dict) -> RenderableType:
     table.add_row("a measured step", _device_use(results))
     whole_or_not = f"{measured['layers']} of {measured['of_layers']} layers"
     slots = f"{measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,} slots a batch"
-    table.add_row("measured", f"{whole_or_not}, {slots}: {measured['label']}")
+    batches = f"{measured['batches']} of {measured['of_batches']} batches a step"
+    table.add_row("measured", f"{whole_or_not}, {slots}, {batches}: {measured['label']}")
     return table
 
 

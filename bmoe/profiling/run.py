@@ -149,6 +149,7 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
         "measured": {
             "layers": small.model.layers, "of_layers": recipe.model.layers,
             "tokens_per_batch": small.data.tokens_per_batch, "of_tokens_per_batch": recipe.data.tokens_per_batch,
+            "batches": small.training.tokens_per_step // small.data.tokens_per_batch, "of_batches": batches,
             "step_s": undisturbed.middle, "steps": undisturbed.seconds,
             "label": "scaled up by layers, tokens and parameters: a prediction, not a measurement" if was_reduced else "measured whole",
         },

@@ -33,6 +33,15 @@ def test_parts_and_differences_are_listed():
     assert both["tokens_per_s"]["ratio"] == pytest.approx(0.5)
 
 
+def test_values_of_the_recipes_that_differ_are_named(tmp_path):
+    files = []
+    for layers, name in ((2, "a"), (4, "b")):
+        recipe = {"name": name, "seed": 0, "model": {"layers": layers, "moe": {"experts": 8}}}
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps({"command": "profile", "recipe": recipe, "results": results(1.0)}))
+    assert compare(*map(load, files))["differing"] == {"model.layers": {"a": 2, "b": 4}}
+
+
 def test_scaling_is_the_rate_of_a_rank():
     alone, eight = results(1.0, ranks=1, tokens_per_s=1000), results(1.0, ranks=8, tokens_per_s=6000)
     assert compare(alone, eight)["scaling"] == {"a": 1, "b": 8, "efficiency": pytest.approx(0.75)}
@@ -49,5 +58,7 @@ def test_only_files_of_a_measured_profile(tmp_path):
             load(tmp_path / name)
     with pytest.raises(RequestError, match="absent.json"):
         load(tmp_path / "absent.json")
+    with pytest.raises(RequestError, match="second file lacks parts, step_s_high"):
+        compare(results(1.0), {"step_s": 1.0, "step_s_low": 0.9, "tokens_per_s": 10.0})
     with pytest.raises(RequestError, match="second file has no measured step"):
         compare(results(1.0), {"step_s": None})
