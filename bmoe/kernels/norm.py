@@ -21,7 +21,10 @@ from bmoe.kernels.operators import operator
 from bmoe.kernels.sums import sum_parts
 
 ELEMENTS = 4096
-"""Elements of a tile."""
+"""Elements of a tile of the forward pass."""
+
+BACKWARD_ELEMENTS = 2048
+"""Of the backward pass, which holds five of them a thread in registers."""
 
 PROGRAMS = 528
 """Of the backward pass: four for each multiprocessor of an H100 or H200."""
@@ -66,28 +69,30 @@ def _backward_kernel(
     program = tl.program_id(0)
     column = tl.arange(0, D_P2)
     w = tl.load(w_D + column, mask=column < D, other=0.0).to(tl.float32)
-    dw = tl.zeros([D_P2], tl.float32)
+    dw = tl.zeros([ROWS, D_P2], tl.float32)  # a sum over rows in every step would make all warps wait for each other
     for block in range(program, tl.cdiv(tokens, ROWS), programs):
         row = block * ROWS + tl.arange(0, ROWS)
         at = row[:, None].to(tl.int64) * D + column[None, :]
         inside = (row < tokens)[:, None] & (column < D)[None, :]
         dh = tl.load(dh_TD + at, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(s_TD + at, mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            ds = tl.load(ds_TD + at, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(r_T + row, mask=row < tokens, other=0.0)[:, None]
         unit = s * r
-        dw += tl.sum(dh * unit, axis=0)
+        dw += dh * unit
         g = dh * w[None, :]
         dx = r * (g - unit * (tl.sum(g * unit, axis=1)[:, None] / D))
         if ADD:
-            dx += tl.load(ds_TD + at, mask=inside, other=0.0).to(tl.float32)
+            dx += ds
         tl.store(dx_TD + at, dx.to(dx_TD.dtype.element_ty), mask=inside)
-    tl.store(dw_PD + program * D + column, dw, mask=column < D)
+    tl.store(dw_PD + program * D + column, tl.sum(dw, axis=0), mask=column < D)
 
 
-def _tile(width: int) -> tuple[int, int]:
+def _tile(width: int, elements: int) -> tuple[int, int]:
     """(rows, columns) of a tile."""
     columns = triton.next_power_of_2(width)
-    return max(1, ELEMENTS // columns), columns
+    return max(1, elements // columns), columns
 
 
 def _forward(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +101,7 @@ def _forward(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) ->
     s_TD = x_TD if y_TD is None else torch.empty_like(x_TD)
     h_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(T, dtype=torch.float32)
     if T:
-        rows, columns = _tile(D)
+        rows, columns = _tile(D, ELEMENTS)
         _forward_kernel[(triton.cdiv(T, rows),)](
             x_TD, x_TD if y_TD is None else y_TD, weight_D, s_TD, h_TD, r_T, T, eps, y_TD is not None, D, columns, rows, num_warps=8
         )
@@ -107,12 +112,12 @@ def _backward(ds_TD: Tensor | None, dh_TD: Tensor, s_TD: Tensor, weight_D: Tenso
     """dx_TD, dweight_D."""
     dh_TD = dh_TD.contiguous()
     T, D = s_TD.shape
-    rows, columns = _tile(D)
+    rows, columns = _tile(D, BACKWARD_ELEMENTS)
     programs = max(1, min(PROGRAMS, triton.cdiv(T, rows)))
     dx_TD, dw_PD = torch.empty_like(s_TD), s_TD.new_empty(programs, D, dtype=torch.float32)
     _backward_kernel[(programs,)](
         dh_TD if ds_TD is None else ds_TD.contiguous(), dh_TD, s_TD, weight_D, r_T, dx_TD, dw_PD, T, programs,
-        ds_TD is not None, D, columns, rows, num_warps=8,
+        ds_TD is not None, D, columns, rows, num_warps=4 if columns <= 2048 else 8,
     )  # fmt: skip
     return dx_TD, sum_parts(dw_PD, weight_D.dtype)
 
@@ -157,6 +162,16 @@ class _Norm(torch.autograd.Function):
         return *norm_backward(dh_TD, *ctx.saved_tensors), None
 
 
+class _NormThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weight_D, eps):
+        return x_TD.view_as(x_TD), _Norm.forward(ctx, x_TD, weight_D, eps)
+
+    @staticmethod
+    def backward(ctx, ds_TD, dh_TD):
+        return *add_norm_backward(ds_TD, dh_TD, *ctx.saved_tensors), None
+
+
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, y_TD, weight_D, eps):
@@ -174,6 +189,11 @@ class _AddNorm(torch.autograd.Function):
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The RMSNorm of contiguous rows, in x's dtype."""
     return _Norm.apply(x_TD, weight_D, eps)
+
+
+def norm_through(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x, its RMSNorm): the gradient of this x is added in the norm's backward pass."""
+    return _NormThrough.apply(x_TD, weight_D, eps)
 
 
 def add_norm(x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -55,16 +55,21 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if bias and kind == "layernorm" else None
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of x; with y, (x + y, the norm of x + y)."""
-        if self.fused and x.is_cuda and x.dtype == torch.bfloat16:
-            from bmoe.kernels.norm import add_norm, norm  # imported here: it needs triton
+    def forward(self, x: Tensor, y: Tensor | None = None, through: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x; with y, (x + y, the norm of x + y).
 
-            return norm(x, self.weight, NORM_EPS) if y is None else add_norm(x, y, self.weight, NORM_EPS)
-        if y is None:
-            return self._plain(x)
-        x = x + y
-        return x, self._plain(x)
+        `through` gives (x, the norm of x): who reads x there has its gradient added in the norm's backward pass.
+        """
+        if self.fused and x.is_cuda and x.dtype == torch.bfloat16:
+            from bmoe.kernels import norm  # imported here: it needs triton
+
+            if y is not None:
+                return norm.add_norm(x, y, self.weight, NORM_EPS)
+            return (norm.norm_through if through else norm.norm)(x, self.weight, NORM_EPS)
+        if y is not None:
+            x = x + y
+        h = self._plain(x)
+        return (x, h) if y is not None or through else h
 
     def _plain(self, x: Tensor) -> Tensor:
         if self.kind == "rmsnorm":

@@ -33,6 +33,7 @@ class Routing(NamedTuple):
     balance: Tensor  # fp32 [], differentiable
     z: Tensor  # fp32 [], differentiable
     counts_E: Tensor  # fp32, real tokens on each expert
+    x_TD: Tensor  # the router's input, for the experts: fused kernels add the gradient that comes back through it to their own
 
 
 class Router(nn.Module):
@@ -73,18 +74,19 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: Layout) -> Routing:
         with torch.autocast(x_TD.device.type, enabled=False):
-            if self.jitter > 0.0 and self.training:
-                x_TD = wide(x_TD)
-                x_TD = x_TD * self._noise(x_TD, layout.jitter_key)
+            read_TD, noisy = x_TD, self.jitter > 0.0 and self.training
+            if noisy:
+                read_TD = wide(x_TD)
+                read_TD = read_TD * self._noise(read_TD, layout.jitter_key)
             if self.kernels is not None and x_TD.is_cuda and self.weight.dtype == torch.float32:
-                options = (self.top_k, self.score, self.normalize_weights)
-                return Routing(*self.kernels(x_TD, self.weight, self.selection_bias, layout.real_tokens, *options))
-            x_TD = x_TD.to(self.weight.dtype)
-            logits_TE = F.linear(x_TD, self.weight)
+                options = (self.top_k, self.score, self.normalize_weights, not noisy)
+                routed = self.kernels(read_TD, self.weight, self.selection_bias, layout.real_tokens, *options)
+                return Routing(*routed, x_TD) if noisy else Routing(*routed)
+            logits_TE = F.linear(read_TD.to(self.weight.dtype), self.weight)
             scores_TE = logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
-            return self._route(logits_TE, scores_TE, layout)
+            return Routing(*self._route(logits_TE, scores_TE, layout), x_TD)
 
-    def _route(self, logits_TE: Tensor, scores_TE: Tensor, layout: Layout) -> Routing:
+    def _route(self, logits_TE: Tensor, scores_TE: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         real_T1, tokens = layout.real_T[:, None], layout.real_tokens.clamp(min=1)
         experts_TK = self._select(scores_TE.detach())
         weights_TK = scores_TE.gather(1, experts_TK)
@@ -99,7 +101,7 @@ class Router(nn.Module):
         mean_share_E = shares_TE.masked_fill(~real_T1, 0.0).sum(dim=0) / tokens
         balance = self.experts * (counts_E / (tokens * self.top_k) * mean_share_E).sum()
         z = logits_TE.logsumexp(dim=-1).square().masked_fill(~layout.real_T, 0.0).sum() / tokens
-        return Routing(experts_TK, weights_TK, balance, z, counts_E)
+        return experts_TK, weights_TK, balance, z, counts_E
 
     def _select(self, scores_TE: Tensor) -> Tensor:
         selection_TE = scores_TE + self.selection_bias

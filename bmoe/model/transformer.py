@@ -76,11 +76,12 @@ class Block(nn.Module):
         if not self.is_moe:
             return x_TD + _run(self.ffn, everything, h_TD), ()
         routing = self.ffn.route(h_TD, layout)
-        y_TD = _run(self.ffn, self.recompute != "none", h_TD, routing.experts_TK, routing.weights_TK)
+        y_TD = _run(self.ffn, self.recompute != "none", routing.x_TD, routing.experts_TK, routing.weights_TK)
         return x_TD + y_TD, (routing.balance, routing.z, routing.counts_E)
 
     def _attend(self, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        return self.ffn_norm(x_TD, self.attention(self.attention_norm(x_TD), layout))
+        x_TD, h_TD = self.attention_norm(x_TD, through=True)
+        return self.ffn_norm(x_TD, self.attention(h_TD, layout))
 
 
 def _run(function, recompute: bool, *inputs):

@@ -21,6 +21,7 @@ def reference(x, y, w, eps):
 def test_values_and_gradients(shape, programs, monkeypatch):
     monkeypatch.setattr(norm, "PROGRAMS", programs)
     monkeypatch.setattr(norm, "ELEMENTS", 512)
+    monkeypatch.setattr(norm, "BACKWARD_ELEMENTS", 256)
     torch.manual_seed(0)
     x, y, ds, dh = (torch.randn(shape, device=DEVICE) for _ in range(4))
     w = torch.randn(shape[1], device=DEVICE)
@@ -37,6 +38,7 @@ def test_values_and_gradients(shape, programs, monkeypatch):
 def test_alone(shape, monkeypatch):
     monkeypatch.setattr(norm, "PROGRAMS", 3)
     monkeypatch.setattr(norm, "ELEMENTS", 512)
+    monkeypatch.setattr(norm, "BACKWARD_ELEMENTS", 256)
     torch.manual_seed(0)
     x, dh = (torch.randn(shape, device=DEVICE) for _ in range(2))
     w = torch.randn(shape[1], device=DEVICE)
@@ -44,6 +46,17 @@ def test_alone(shape, monkeypatch):
     out, want = norm.norm(*leaves, 1e-5), reference(exact[0], 0.0, exact[1], 1e-5)[1]
     grads, wanted = torch.autograd.grad(out, leaves, dh), torch.autograd.grad(want, exact, dh.double())
     for got, expected in zip((out, *grads), (want, *wanted), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_what_passes_through_has_its_gradient_added():
+    torch.manual_seed(0)
+    x, ds, dh = (torch.randn(21, 40, device=DEVICE) for _ in range(3))
+    w = torch.randn(40, device=DEVICE)
+    leaves, exact = [x.requires_grad_(), w.requires_grad_()], [t.detach().double().requires_grad_() for t in (x, w)]
+    out, want = norm.norm_through(*leaves, 1e-5), reference(exact[0], 0.0, exact[1], 1e-5)
+    grads, wanted = torch.autograd.grad(out, leaves, (ds, dh)), torch.autograd.grad(want, exact, (ds.double(), dh.double()))
+    for got, expected in zip((*out, *grads), (*want, *wanted), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
 
 

@@ -40,6 +40,24 @@ def test_equals_the_twin(score, normalize, tokens, real, width, experts, k):
         torch.testing.assert_close(actual[name].double(), reference, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("tokens", [0, 70])
+def test_what_passes_through_has_its_gradient_added(tokens):
+    torch.manual_seed(0)
+    x_TD, dx_TD = (torch.randn(tokens, 80, device=DEVICE) for _ in range(2))
+    weight_ED, dweights_TK = torch.randn(8, 80, device=DEVICE), torch.randn(tokens, 2, device=DEVICE)
+    arguments = (torch.zeros(8, device=DEVICE), torch.tensor(51, device=DEVICE), 2)
+    gradients = []
+    for through in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (x_TD, weight_ED)]
+        _, weights_TK, balance, z, _, *rest = route(leaves[0], leaves[1], *arguments, through=through)
+        read_TD = rest[0] if through else leaves[0]
+        assert torch.equal(read_TD, x_TD)
+        ((weights_TK * dweights_TK).sum() + balance + z + (read_TD * dx_TD).sum()).backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_identical_tokens_and_ties_choose_distinct_experts():
     x_TD, weight_ED = torch.zeros(5, 16, device=DEVICE), torch.ones(8, 16, device=DEVICE)
     ids_TK, weights_TK, *_ = route(x_TD, weight_ED, torch.zeros(8, device=DEVICE), torch.tensor(5, device=DEVICE), 3)
@@ -47,9 +65,10 @@ def test_identical_tokens_and_ties_choose_distinct_experts():
     torch.testing.assert_close(weights_TK, torch.full_like(weights_TK, 1 / 3))
 
 
-def test_compiles_into_one_graph():
+@pytest.mark.parametrize("through", [False, True])
+def test_compiles_into_one_graph(through):
     x_TD, weight_ED = torch.randn(20, 16, device=DEVICE), torch.randn(4, 16, device=DEVICE, requires_grad=True)
-    arguments = (x_TD, weight_ED, torch.zeros(4, device=DEVICE), torch.tensor(13, device=DEVICE), 2)
+    arguments = (x_TD, weight_ED, torch.zeros(4, device=DEVICE), torch.tensor(13, device=DEVICE), 2, "softmax", True, through)
     compiled = torch.compile(route, backend="aot_eager", fullgraph=True)
     for actual, expected in zip(compiled(*arguments), route(*arguments), strict=True):
         torch.testing.assert_close(actual, expected)

@@ -33,6 +33,14 @@ def test_norms_of_bf16_are_computed_in_fp32_and_rounded_once(kind):
     torch.testing.assert_close(norm(x), norm(x.float()).bfloat16(), rtol=0, atol=0)
 
 
+def test_a_norm_returns_the_sum_or_what_passes_through_first():
+    norm = Norm("rmsnorm", 8, bias=False, fused=True).double()
+    torch.nn.init.normal_(norm.weight)
+    x, y = torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    for got, want in zip((*norm(x, y), *norm(x, through=True)), (x + y, norm(x + y), x, norm(x)), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_zero_rows_have_finite_gradients():
     """A fully masked residue starts with an embedding of zeros."""
     norm = Norm("rmsnorm", 8, bias=False)
