@@ -29,7 +29,7 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
     if recipe.training.tokens_per_step % slots:
         raise RequestError(
             f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x --world = "
-            f"{recipe.data.tokens_per_batch} x {world}"
+            f"{recipe.data.tokens_per_batch} x {world}; change one of the three"
         )
     asked = recipe
     try:

@@ -64,7 +64,8 @@ def _lacking(results: dict) -> RenderableType:
         lines.append("and its fused kernel would need besides:\n", style="bold yellow")
         for sentence in results["unmet_for_fused"]:
             lines.append(f"  - {sentence}\n", style="default")
-    lines.append("So nothing was measured in it: numerics below are emulated, speed and memory predicted.", style="dim")
+    numerics = "numerics below are emulated, " if results["emulated"].get("gradients") else ""
+    lines.append(f"So nothing was measured in it: {numerics}speed and memory predicted.", style="dim")
     return lines
 
 

@@ -47,10 +47,8 @@ def _percent(value: float | None, digits: int = 0) -> str:
 
 
 def _lacking(results: dict) -> str:
-    text = (
-        f"{results['precision']} does not run on this machine, so nothing below was measured in it: its rounding is emulated, "
-        "speed and memory are predicted."
-    )
+    rounding = "its rounding is emulated, " if results["emulated"].get("gradients") else ""
+    text = f"{results['precision']} does not run on this machine, so nothing below was measured in it: {rounding}speed and memory are predicted."
     fused = section("Its fused kernel would need besides", items(results["unmet_for_fused"]), level=3)
     return section(f"Why {results['precision']} does not run here", items(results["unmet_conditions"]), fused, text=text)
 
@@ -83,8 +81,9 @@ def _bottleneck(results: dict) -> str:
     where = (
         f"{measured['layers']} of {measured['of_layers']} layers, {measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,}"
     )
+    batches = f"{measured['batches']} of {measured['of_batches']} batches a step"
     facts = [
-        f"Measured: {where} slots a batch; {measured['label']}.",
+        f"Measured: {where} slots a batch, {batches}; {measured['label']}.",
         f"It ran with experts {results['experts']}, attention {results['attention']}, {compiled}.",
         f"Model FLOPs utilisation is {results['mfu_formula']}.",
     ]
