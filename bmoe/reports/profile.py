@@ -48,7 +48,8 @@ def _percent(value: float | None, digits: int = 0) -> str:
 
 def _lacking(results: dict) -> str:
     rounding = "its rounding is emulated, " if results["emulated"].get("gradients") else ""
-    text = f"{results['precision']} does not run on this machine, so nothing below was measured in it: {rounding}speed and memory are predicted."
+    kind, rest = results["precision"], f"{rounding}speed and memory are predicted."
+    text = f"{kind} does not run on this machine, so nothing below was measured in it: {rest}"
     fused = section("Its fused kernel would need besides", items(results["unmet_for_fused"]), level=3)
     return section(f"Why {results['precision']} does not run here", items(results["unmet_conditions"]), fused, text=text)
 
