@@ -140,9 +140,8 @@ class Builder:
         start, end, line = records.bounds[:-1], records.bounds[1:], records.line
         headers = records.headers
         cluster_of = self._clusters_of(records, summary.letters)
-        summary.record = np.arange(line.size)
         if reasons.any():
-            rows = summary.record = np.flatnonzero(reasons == 0)
+            rows = np.flatnonzero(reasons == 0)
             start, end, line, headers = start[rows], end[rows], line[rows], headers.of(rows)
             cluster_of = None if cluster_of is None else cluster_of[rows]
         summary.hash, summary.cluster = hashes(records.ids, start, end), cluster_of

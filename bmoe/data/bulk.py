@@ -12,6 +12,7 @@ from bmoe.data.batch import Batch
 from bmoe.data.blocks import Piece
 from bmoe.data.compiled import compiled, copy
 from bmoe.data.digests import Bytes, Digest, Inputs, take_in
+from bmoe.data.fasta import Text
 from bmoe.data.slots import Slot, Slots, within
 
 PARTIAL = ".partial"  # ending of a file that is not whole yet
@@ -20,12 +21,14 @@ _U = np.uint64
 
 
 class Write(NamedTuple):
-    """Sequences of a batch (their numbers) for one shard, and where their tokens and headers go, in items."""
+    """Sequences of a batch (their numbers) for one shard, and where their tokens and headers go, and how many these are, in items."""
 
     shard: str
     rows: np.ndarray
     tokens_at: int
+    tokens: int
     headers_at: int
+    headers: int
 
 
 class Plan(NamedTuple):
@@ -60,17 +63,18 @@ class Bulk:
     def write(self, batch: Batch, plan: Plan, read: Read) -> None:
         """Store what the plan keeps. OSError where the disk does not take it."""
         item = batch.tokens.itemsize
-        parts = []  # (name, bytes, where each begins and ends in them, offset in the file, type of tokens)
+        tokens = Text(batch.tokens.view(np.uint8), batch.start, batch.end)
+        parts = []  # (name, texts, those to write, bytes of one of their letters, offset in the file and size, type of tokens)
         for write in plan.writes:
-            start, end, tokens = batch.start[write.rows] * item, batch.end[write.rows] * item, batch.tokens
-            parts.append((f"{write.shard}.tokens", tokens.view(np.uint8), start, end, write.tokens_at * item, tokens.dtype.type))
+            place = write.tokens_at * item, write.tokens * item
+            parts.append((f"{write.shard}.tokens", tokens, write.rows, item, *place, batch.tokens.dtype.type))
             if batch.summary.header_length is not None:
-                parts.append((f"{write.shard}.headers", *batch.headers.of(write.rows), write.headers_at, None))
+                parts.append((f"{write.shard}.headers", batch.headers, write.rows, 1, write.headers_at, write.headers, None))
         hashed, free = [], read.slot.joined
-        for name, data, start, end, offset, dtype in parts:
-            size, skip = int((end - start).sum()), within(offset + free.size - read.slot.joined.size)
+        for name, texts, rows, wide, offset, size, dtype in parts:
+            skip = within(offset + free.size - read.slot.joined.size)
             part = free[skip:][:size] if size + skip <= free.size else np.empty(size, np.uint8)
-            _gather(data, start, end, part)
+            _gather(texts.bytes, texts.start, texts.end, rows, wide, part)
             self._put(name, memoryview(part), offset)
             if offset == 0:
                 self.digests[name] = Digest(dtype)
@@ -112,14 +116,14 @@ class Bulk:
 
 
 @compiled
-def _gather(data, start, end, joined):
-    """Copy every data[start:end] to one place; what follows each other, at once."""
-    o, k, count = _U(0), _U(0), _U(start.size)
+def _gather(data, start, end, rows, wide, joined):
+    """Copy data[start:end] of some rows to one place; those that follow each other, at once. start, end: in items of `wide` bytes."""
+    o, k, count, wide = _U(0), _U(0), _U(rows.size), _U(wide)
     while k < count:
-        at, stop = _U(start[k]), _U(end[k])
+        at, stop = _U(start[rows[k]]), _U(end[rows[k]])
         k += _U(1)
-        while k < count and _U(start[k]) == stop:
-            stop = _U(end[k])
+        while k < count and _U(start[rows[k]]) == stop:
+            stop = _U(end[rows[k]])
             k += _U(1)
-        copy(joined, o, data, at, stop - at)
-        o += stop - at
+        copy(joined, o, data, at * wide, (stop - at) * wide)
+        o += (stop - at) * wide

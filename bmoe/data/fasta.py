@@ -16,6 +16,7 @@ import numpy as np
 from bmoe.data.alphabet import Alphabet
 from bmoe.data.compiled import compiled, first_byte, inlined, load64, store64
 from bmoe.data.hashing import word_hash
+from bmoe.data.letters import AVX2, WIDE, letters
 from bmoe.data.slots import Slot, rows
 
 # Codes of bytes that are no residue; ids of residues are below LOWER, the same ids in lower case have the bit LOWER.
@@ -36,10 +37,11 @@ _ONES, _HIGH = _U(0x0101010101010101), _U(0x8080808080808080)
 
 class Codes(NamedTuple):
     """What each byte is. table: uint8 [256], byte -> id, id | LOWER, or one of BLANK, GAP, STOP, INVALID, LINE_END. pairs: uint16
-    [65536], the same for two bytes at once."""
+    [65536], the same for two bytes at once. folded: uint8 [32], ids of letters by their last five bits, INVALID for none."""
 
     table: np.ndarray
     pairs: np.ndarray
+    folded: np.ndarray
 
 
 class Records(NamedTuple):
@@ -98,7 +100,9 @@ def codes_of(alphabet: Alphabet) -> Codes:
     table[list(b"-.")] = GAP
     table[ord("*")] = STOP
     table[list(b"\r\n")] = LINE_END
-    return Codes(table, (table.astype(np.uint16)[:, None] << 8 | table).ravel())
+    folded = np.full(32, INVALID, np.uint8)
+    folded[1:27] = table[ord("A") : ord("Z") + 1]
+    return Codes(table, (table.astype(np.uint16)[:, None] << 8 | table).ravel(), folded)
 
 
 def parse(data: bytes | memoryview, codes: Codes, unknown: int, remove_gaps: bool, slot: Slot | None = None) -> Records:
@@ -113,7 +117,7 @@ def parse(data: bytes | memoryview, codes: Codes, unknown: int, remove_gaps: boo
     while records < 0:  # once, unless records are short
         (bounds, start, end, line), identifier, odd = slot.rows(room, ODD) if fits else rows(room, ODD)
         records, lines, found = _parse(
-            view, codes.table, codes.pairs, AMINO, unknown, remove_gaps, ids, bounds, start, end, identifier, line, odd
+            view, *codes, AMINO, unknown, remove_gaps, ids, bounds, start, end, identifier, line, odd
         )
         room = lines
     odd = odd[:records] if found else None
@@ -126,7 +130,7 @@ def parse(data: bytes | memoryview, codes: Codes, unknown: int, remove_gaps: boo
 
 
 @compiled
-def _parse(data, table, pairs, amino, unknown, remove_gaps, ids, bounds, header_start, header_end, identifier, line, odd):
+def _parse(data, table, pairs, folded, amino, unknown, remove_gaps, ids, bounds, header_start, header_end, identifier, line, odd):
     """Fill the arrays. Returns (records, line ends, whether anything is in `odd`); -1 records if they have no room for
     all, and how much is needed."""
     at, size, o, record, lines, found, marked = _U(0), _U(data.size), _U(0), -1, 0, False, False
@@ -151,7 +155,7 @@ def _parse(data, table, pairs, amino, unknown, remove_gaps, ids, bounds, header_
             while at < size and data[at] != LF and data[at] != CR:
                 at += _U(1)
         else:
-            at, o, counts, marks = _line(data, at, table, pairs, remove_gaps, ids, o, odd, record)
+            at, o, counts, marks = _line(data, at, table, pairs, folded, remove_gaps, ids, o, odd, record)
             found, marked = found | counts, marked | marks
         lines += 1  # the line's end, or that of the block
         at += _U(2) if at + _U(1) < size and data[at] == CR and data[at + _U(1)] == LF else _U(1)
@@ -189,12 +193,16 @@ def _blank(byte):
 
 
 @inlined
-def _line(data, at, table, pairs, remove_gaps, ids, o, odd, record):
+def _line(data, at, table, pairs, folded, remove_gaps, ids, o, odd, record):
     """Append the codes of a line of sequence. Returns (place of its end, new end of `ids`, whether `odd` counts any, whether `_close`
     has to look at any)."""
     size, counts, marks = _U(data.size), False, False
     while at < size:
-        while at + _U(8) <= size:
+        at, o, lower = letters(data, at, ids, o, folded)
+        if lower:
+            odd[record, LOWER_CASE] += np.int32(lower)
+            counts = True
+        while at + _U(8) <= size and (not AVX2 or at + _U(WIDE) > size):
             word, codes = load64(data, at), _U(0)
             for k in range(_U(0), _U(64), _U(16)):
                 codes |= _U(pairs[(word >> k) & _U(0xFFFF)]) << k

@@ -14,7 +14,15 @@ _U = np.uint64
 
 def hashes(data: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Hash of each data[start:end] (uint8), uint64, never 0, which marks an empty place in HashSet."""
-    return np.maximum(xxh3(data, start, end), np.uint64(1))
+    found = xxh3(data, start, end)
+    _no_zeros(found)
+    return found
+
+
+@compiled
+def _no_zeros(found):
+    for k in range(found.size):
+        found[k] = max(found[k], _U(1))
 
 
 def name_hashes(names: list[bytes]) -> np.ndarray:
@@ -61,10 +69,18 @@ def word_hash(text, at, end):
 
 def split_of(hash_n: np.ndarray, valid: float, test: float, seed: int) -> np.ndarray:
     """Split of every hash, uint8: 0 train, 1 valid, 2 test, uniformly by share. Another seed is another split."""
-    if valid + test == 0:
-        return np.zeros(hash_n.size, np.uint8)
-    x = hash_n + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)  # splitmix64 (Steele et al., OOPSLA 2014)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    share = ((x ^ (x >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) / 2.0**53
-    return (share < valid + test).astype(np.uint8) + ((share >= valid) & (share < valid + test))
+    split = np.zeros(hash_n.size, np.uint8)
+    if valid + test > 0:
+        _split(hash_n, np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64), float(valid), float(valid + test), split)
+    return split
+
+
+@compiled
+def _split(hash_n, step, valid, held_out, split):
+    for k in range(hash_n.size):
+        x = hash_n[k] + step  # splitmix64 (Steele et al., OOPSLA 2014)
+        x = (x ^ (x >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> _U(27))) * _U(0x94D049BB133111EB)
+        share = np.float64((x ^ (x >> _U(31))) >> _U(11)) / 9007199254740992.0  # 2^53
+        if share < held_out:
+            split[k] = 1 if share < valid else 2

@@ -1,7 +1,6 @@
 """A set of 64-bit hashes in little memory, for finding duplicates."""
 
 import mmap
-from itertools import pairwise
 
 import numpy as np
 
@@ -25,10 +24,10 @@ class HashSet:
 
     def __init__(self):
         self._tables = [_table(FIRST) for _ in range(PARTS)]
-        self._used = [0] * PARTS
+        self._used = np.zeros(PARTS, np.int64)
 
     def __len__(self) -> int:
-        return sum(self._used)
+        return int(self._used.sum())
 
     @property
     def nbytes(self) -> int:
@@ -36,18 +35,16 @@ class HashSet:
 
     def add(self, hash_n: np.ndarray) -> np.ndarray:
         """Put hashes (uint64, none 0) in; True where a hash was new, once for each (its first place). bool [n]."""
-        new, rows, bounds = np.empty(hash_n.size, bool), np.empty(hash_n.size, np.int64), np.zeros(PARTS + 1, np.int64)
-        _deal(hash_n, rows, bounds)
-        for part, (begin, end) in enumerate(pairwise(bounds.tolist())):
-            buckets = self._tables[part].shape[0]
-            if self._used[part] + end - begin > MAX_LOAD * buckets * WIDE:
-                while self._used[part] + end - begin > MAX_LOAD * buckets * WIDE:
-                    buckets = int(buckets * GROWTH)
-                larger = _table(buckets)
-                _move(self._tables[part], larger)
-                self._tables[part] = larger
-            if begin < end:
-                self._used[part] += _insert(self._tables[part], hash_n, rows[begin:end], new)[0]
+        new, wanted = np.empty(hash_n.size, bool), np.zeros(PARTS, np.int64)
+        while _insert(tuple(self._tables), hash_n, self._used, wanted, MAX_LOAD, new)[0] < 0:
+            for part, used in enumerate((self._used + wanted).tolist()):
+                buckets = self._tables[part].shape[0]
+                if used > MAX_LOAD * buckets * WIDE:
+                    while used > MAX_LOAD * buckets * WIDE:
+                        buckets = int(buckets * GROWTH)
+                    larger = _table(buckets)
+                    _move(self._tables[part], larger)
+                    self._tables[part] = larger
         return new
 
 
@@ -83,30 +80,23 @@ def _put(table, key):
 
 
 @compiled
-def _deal(keys, rows, bounds):
-    """Rows of the keys part by part, in order, and where each part begins and ends."""
+def _insert(tables, keys, used, wanted, load, new):
+    """Put the keys in, marking those that are new. Returns (0, a number without meaning); (-1, ..) and nothing is put in where a table
+    may have no room. wanted: how many keys each is to take."""
+    wanted[:] = 0
+    touched = _U(0)
     for key in keys:
         part = key >> _U(64 - PART_BITS)
-        if part + _U(1) < _U(PARTS):
-            bounds[part + _U(2)] += 1
-    for part in range(2, PARTS + 1):
-        bounds[part] += bounds[part - 1]
+        wanted[part] += 1
+        touched ^= tables[part][_bucket(tables[part], key), 0]  # these reads wait for the memory together, those below would one by one
+    for part in range(PARTS):
+        if used[part] + wanted[part] > load * tables[part].shape[0] * WIDE:
+            return -1, touched
     for row in range(keys.size):
         part = keys[row] >> _U(64 - PART_BITS)
-        rows[bounds[part + _U(1)]] = row
-        bounds[part + _U(1)] += 1
-
-
-@compiled
-def _insert(table, keys, rows, new):
-    """Put in some of the keys, marking those that are new. Returns (their number, a number without meaning)."""
-    added, touched = 0, _U(0)
-    for row in rows:
-        touched ^= table[_bucket(table, keys[row]), 0]  # these reads wait for the memory together, those below would one by one
-    for row in rows:
-        new[row] = _put(table, keys[row])
-        added += new[row]
-    return added, touched
+        new[row] = _put(tables[part], keys[row])
+        used[part] += new[row]
+    return 0, touched
 
 
 @compiled

@@ -8,11 +8,13 @@ numbers, saved in a journal, plus files that only grow, so that a killed run con
 import json
 import os
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from bmoe.data.bulk import PARTIAL, Plan, Write
+from bmoe.data.compiled import compiled
 from bmoe.data.hashset import HashSet
 from bmoe.data.lengths import Lengths
 from bmoe.data.options import PrepareOptions
@@ -23,6 +25,7 @@ from bmoe.errors import RunError
 SHARD_TOKENS = 1 << 30  # a shard takes no further sequence once it has so many tokens
 LOG = "prepare.log"
 SCRATCH = ".prepare"  # folder of what only the preparation needs
+_NONE = np.zeros(0, np.int64)
 PLACE = np.dtype([("source", "<u4"), ("line", "<u8")])  # of an identifier
 
 
@@ -68,32 +71,32 @@ class Ledger:
         for mine, theirs in ((totals.dropped, summary.dropped), (totals.letters, summary.letters)):
             for what, number in theirs.items():
                 self._count(mine, what, number)
-        duplicates = np.zeros(0, np.int64)
-        new = np.ones(summary.hash.size, bool)
-        if self.seen is not None and summary.hash.size:
-            new = self.seen.add(summary.hash)
-            duplicates = np.flatnonzero(~new)
-            self._append(f"{SCRATCH}/kept", summary.hash[new])
+        size = summary.hash.size
+        new = self.seen.add(summary.hash) if self.seen is not None else np.ones(size, bool)
+        rows, ends, bounds = np.empty(size, np.int64), np.empty((2, size), np.int64), np.zeros(len(SPLITS) + 2, np.int64)
+        before = np.array([[shard["tokens"], shard["headers"]] for shard in totals.shard])
+        headers = summary.header_length if summary.header_length is not None else _NONE
+        _sort(new, summary.split, summary.length, headers, before, rows, ends, bounds)
+        kept, duplicates = rows[: bounds[-2]], rows[bounds[-2] :]
+        if self.seen is not None and size:
+            self._append(f"{SCRATCH}/kept", summary.hash[new] if duplicates.size else summary.hash)
             self._append(f"{SCRATCH}/duplicates", summary.hash[duplicates])
         to_note = duplicates[: max(NOTES - totals.duplicates, 0)]
         totals.duplicates += duplicates.size
-        self._count_duplicates(summary, new)
-        kept = np.flatnonzero(new)
-        self.lengths.add(summary.length[kept])
+        self._count_duplicates(summary, new, duplicates.size)
+        self.lengths.add(summary.length[kept] if duplicates.size else summary.length)
         writes = []
-        splits = summary.split[kept]
-        for split in range(len(SPLITS)):
-            rows = kept[splits == split] if splits.any() else (kept if split == 0 else kept[:0])
-            if rows.size:
-                writes.extend(self._place(split, rows, summary))
+        for split, (begin, end) in enumerate(pairwise(bounds[:-1].tolist())):
+            if begin < end:
+                writes.extend(self._place(split, kept[begin:end], ends[:, begin:end], summary))
         return Plan(writes, to_note)
 
-    def _count_duplicates(self, summary: Summary, new: np.ndarray) -> None:
+    def _count_duplicates(self, summary: Summary, new: np.ndarray, duplicates: int) -> None:
         """A record is a duplicate when all its sequences are; duplicate parts of other records are counted apart."""
         if summary.continued or summary.open:
             return self._count_fragment(summary, new)
-        if new.all():
-            return
+        if not duplicates or summary.record is None:
+            return self._count(self.totals.dropped, "duplicate", duplicates)
         parts = np.bincount(summary.record)
         fresh = np.bincount(summary.record[new], minlength=parts.size)
         self._count(self.totals.dropped, "duplicate", int(np.count_nonzero((parts > 0) & (fresh == 0))))
@@ -115,19 +118,20 @@ class Ledger:
         if number:
             counts[what] = counts.get(what, 0) + number
 
-    def _place(self, split: int, rows: np.ndarray, summary: Summary) -> list[Write]:
-        """Assign places to the sequences `rows` of a split, opening a new shard when one is full."""
+    def _place(self, split: int, rows: np.ndarray, ends: np.ndarray, summary: Summary) -> list[Write]:
+        """Assign places to the sequences `rows` of a split, opening a new shard when one is full. ends: of their tokens and of their
+        headers in the shard."""
         writes = []
-        lengths = summary.length[rows]
         while rows.size:
             shard = self.totals.shard[split]
-            ends = shard["tokens"] + np.cumsum(lengths)
-            take = int(np.searchsorted(ends, SHARD_TOKENS)) + 1  # the sequence that fills the shard is its last
+            take = rows.size
+            if ends[0, -1] >= SHARD_TOKENS:
+                take = int(np.searchsorted(ends[0], SHARD_TOKENS)) + 1  # the sequence that fills the shard is its last
             name = f"{SPLITS[split]}-{shard['number']:05d}"
-            part = rows[:take]
-            writes.append(Write(name, part, shard["tokens"], shard["headers"]))
-            self._grow(split, name, part, summary, ends[:take])
-            rows, lengths = rows[take:], lengths[take:]
+            tokens, headers = shard["tokens"], shard["headers"]
+            self._grow(split, name, rows[:take], summary, ends[:, :take])
+            writes.append(Write(name, rows[:take], tokens, shard["tokens"] - tokens, headers, shard["headers"] - headers))
+            rows, ends = rows[take:], ends[:, take:] - ends[:, take - 1 : take] if take < rows.size else ends[:, take:]
             if shard["tokens"] >= SHARD_TOKENS:
                 self._close(split)
         return writes
@@ -135,12 +139,11 @@ class Ledger:
     def _grow(self, split: int, name: str, rows: np.ndarray, summary: Summary, ends: np.ndarray) -> None:
         shard, totals = self.totals.shard[split], self.totals
         begin = shard["tokens"]
-        self._append_offsets(name, "offsets", shard["sequences"], ends)
-        shard["tokens"] = int(ends[-1])
+        self._append_offsets(name, "offsets", shard["sequences"], ends[0])
+        shard["tokens"] = int(ends[0, -1])
         if summary.header_length is not None:
-            ends = shard["headers"] + np.cumsum(summary.header_length[rows])
-            self._append_offsets(name, "headers.offsets", shard["sequences"], ends)
-            shard["headers"] = int(ends[-1])
+            self._append_offsets(name, "headers.offsets", shard["sequences"], ends[1])
+            shard["headers"] = int(ends[1, -1])
         if self.clustered:
             self._append(f"{name}.clusters{PARTIAL}", summary.cluster[rows])
         if self.hashes:
@@ -174,11 +177,10 @@ class Ledger:
 
     def identifiers(self, summary: Summary, source: int, first_line: int) -> None:
         """Remember the identifiers of a batch, to find those that stand twice."""
-        known = np.flatnonzero(summary.identifier_hash)
-        places = np.empty(known.size, PLACE)
-        places["source"], places["line"] = source, summary.identifier_line[known] + first_line
-        self._append(f"{SCRATCH}/identifiers", summary.identifier_hash[known])
-        self._append(f"{SCRATCH}/places", places)
+        hashes, places = np.empty(summary.identifier_hash.size, np.uint64), np.empty((summary.identifier_hash.size, 3), np.uint32)
+        known = _places(summary.identifier_hash, summary.identifier_line, source, first_line, hashes, places)
+        self._append(f"{SCRATCH}/identifiers", hashes[:known])
+        self._append(f"{SCRATCH}/places", places[:known])
 
     def log(self, source: str, first_line: int, notes: list[Note]) -> None:
         """Write notes as `file:line:id<TAB>reason<TAB>detail`; of each reason the first NOTES."""
@@ -281,6 +283,41 @@ class Ledger:
         for file in self._files.values():
             file.close()
         self._files = {}
+
+
+@compiled
+def _sort(new, split, length, header_length, before, rows, ends, bounds):
+    """Rows that are new, split by split, then the others. ends: of each one's tokens and header behind those before, int64 [2, n].
+    bounds: where each split begins in rows, where the others do, and the end."""
+    splits = bounds.size - 2
+    for k in range(new.size):
+        bounds[(split[k] if new[k] else splits) + 1] += 1
+    for k in range(splits + 1):
+        bounds[k + 1] += bounds[k]
+    for group in range(splits + 1):
+        at = bounds[group]
+        if at == bounds[group + 1]:
+            continue
+        tokens, headers = (before[group, 0], before[group, 1]) if group < splits else (0, 0)
+        for k in range(new.size):
+            if (split[k] if new[k] else splits) == group:
+                tokens += length[k]
+                headers += header_length[k] if header_length.size else 0
+                rows[at], ends[0, at], ends[1, at] = k, tokens, headers
+                at += 1
+
+
+@compiled
+def _places(hashes, line, source, first_line, known, places):
+    """The hashes that are not 0, and their places, as PLACE lays them out. Returns their number."""
+    found = 0
+    for k in range(hashes.size):
+        if hashes[k]:
+            known[found] = hashes[k]
+            at = np.uint64(line[k] + first_line)
+            places[found, 0], places[found, 1], places[found, 2] = source, at & np.uint64(0xFFFFFFFF), at >> np.uint64(32)
+            found += 1
+    return found
 
 
 def _within(counts: np.ndarray) -> np.ndarray:

@@ -4,6 +4,8 @@ from collections import Counter
 
 import numpy as np
 
+from bmoe.data.compiled import compiled
+
 SHORT = 1 << 16  # longer ones are few: a dictionary has them
 QUANTILES = (0, 5, 25, 50, 75, 95, 100)
 
@@ -17,12 +19,8 @@ class Lengths:
 
     def add(self, lengths: np.ndarray) -> None:
         """Count some lengths, int64 [n]."""
-        long = lengths >= SHORT
-        if long.any():
-            self._long.update(lengths[long].tolist())
-            lengths = lengths[~long]
-        counts = np.bincount(lengths)
-        self._short[: counts.size] += counts
+        if _count(lengths, self._short):
+            self._long.update(lengths[lengths >= SHORT].tolist())
 
     def counts(self) -> tuple[list[int], list[int]]:
         """Lengths that occur, ascending, and how often each does."""
@@ -54,3 +52,15 @@ class Lengths:
             "quantiles": {str(q): place for q, place in places.items()},
             "histogram": histogram[first:],
         }
+
+
+@compiled
+def _count(lengths, counts):
+    """Count the lengths that are short. Returns how many are not."""
+    long = 0
+    for length in lengths:
+        if length < counts.size:
+            counts[length] += 1
+        else:
+            long += 1
+    return long

@@ -33,9 +33,9 @@ class Summary:
 
     records: number of records that begin here. dropped: {reason: records}. letters: {what: number}. notes: for the log.
     lines: lines of the piece. end: offset in the input after it. length, header_length, split, hash, cluster, record: of
-    each sequence; record is its record's number in the piece, line that of its header. identifiers: hash of every record's
-    identifier (0: none) and its line. mask_runs: uint32 [m, 2] and their number per sequence. continued, open: of the piece.
-    skipped_text: lines of text before an input's first record.
+    each sequence; record is its record's number in the piece, None where each has one of its own. identifier_hash,
+    identifier_line: of every record's identifier (0: none) and its line. mask_runs: uint32 [m, 2], mask_count: of each
+    sequence. continued, open: of the piece. skipped_text: lines of text before an input's first record.
     """
 
     records: int = 0
@@ -51,7 +51,7 @@ class Summary:
     split: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     hash: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     cluster: np.ndarray | None = None
-    record: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    record: np.ndarray | None = None
     identifier_hash: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     identifier_line: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     mask_runs: np.ndarray | None = None

@@ -13,6 +13,7 @@ from bmoe.data import batch
 from bmoe.data.alphabet import protein
 from bmoe.data.bulk import _gather
 from bmoe.data.fasta import codes_of, parse
+from bmoe.data.letters import AVX2
 from bmoe.data.xxh3 import xxh3
 
 ROOT = Path(__file__).parents[2]
@@ -36,14 +37,18 @@ def test_more_records_than_expected_are_all_read():
     assert records.odd.sum(0).tolist() == records.odd[3000].tolist() == [1, 1, 1, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("wide", [1, 2])
 @pytest.mark.parametrize("size", range(20))
-def test_gathered_bytes_are_those_asked_for(size):
+def test_gathered_bytes_are_those_asked_for(size, wide):
+    """Of some rows, in their order, also rows that follow each other and empty ones."""
     data = np.arange(200, dtype=np.uint8)
-    start = np.array([3, 50, 50, 120])
-    end = start + [size, 0, size + 1, 2 * size]
-    joined = np.full(int((end - start).sum()) + 8, 255, np.uint8)
-    _gather(data, start, end, joined)
-    assert joined[:-8].tolist() == [k for a, b in zip(start, end, strict=True) for k in range(a, b)] and (joined[-8:] == 255).all()
+    start = np.array([3, 50, 50, 50 + size, 20, 75])
+    end = start + [size, 0, size, 3, size + 1, 2]
+    rows = np.array([0, 1, 2, 3, 5])
+    wanted = [wide * k + n for row in rows for k in range(start[row], end[row]) for n in range(wide)]
+    joined = np.full(len(wanted) + 8, 255, np.uint8)
+    _gather(data, start, end, rows, wide, joined)
+    assert joined[:-8].tolist() == wanted and (joined[-8:] == 255).all()
 
 
 def test_lower_case_runs_are_found():
@@ -70,3 +75,27 @@ def test_only_preparing_loads_the_compiler():
         "import sys\nimport bmoe.jobs.train, bmoe.jobs.evaluate, bmoe.jobs.prepare, bmoe.data.loader\nassert 'numba' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def test_processors_without_wide_instructions_read_the_same(tmp_path):
+    """Letters 64 at a time where AVX2 is there, else eight: the same records from lines of any length, with either case and odd letters."""
+    code = (
+        "import sys, hashlib\nfrom llvmlite import binding\n"
+        "if sys.argv[1] == 'plain':\n    binding.get_host_cpu_features = dict\n"
+        "import numpy as np\nfrom bmoe.data import letters\nfrom bmoe.data.alphabet import dna, protein\n"
+        "from bmoe.data.fasta import codes_of, parse\nassert letters.AVX2 == (sys.argv[1] != 'plain')\n"
+        "draw, found = np.random.default_rng(0), hashlib.sha256()\n"
+        "odd = np.frombuffer(b'acdnyzNBZXUO*-. \\t\\n\\r1@[`{~\\x00\\x7f\\x80\\xff\\xc1\\xe1', np.uint8)\n"
+        "for size in [*range(140), 5000]:\n"
+        "    text = draw.choice(np.frombuffer(b'ACDEFGHIKLMNPQRSTVWY', np.uint8), size)\n"
+        "    text[draw.random(size) < draw.choice([0, 0.02, 0.2])] = draw.choice(odd)\n"
+        "    for alphabet in (protein(), dna()):\n"
+        "        records = parse(b'>a b\\n' + text.tobytes() + b'\\n>c\\nMKV', codes_of(alphabet), 3, True)\n"
+        "        parts = (records.ids, records.bounds, records.line, records.odd, records.lower)\n"
+        "        found.update(b'|'.join(b'' if part is None else part.tobytes() for part in parts))\n"
+        "print(found.hexdigest())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    ways = ("plain", "wide")[: 1 + AVX2]
+    found = [subprocess.run([sys.executable, "-c", code, way], capture_output=True, text=True, env=environment) for way in ways]
+    assert all(done.stdout for done in found) and len({done.stdout for done in found}) == 1, found
