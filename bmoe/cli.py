@@ -120,6 +120,7 @@ def train(
     stop_at: Annotated[int | None, typer.Option("--stop-at", min=1, metavar="STEP", help="Save and exit after this step.")] = None,
     max_time: Annotated[str | None, typer.Option("--max-time", metavar="3h50m", help="Save and exit after this time.")] = None,
     procs: Annotated[int | None, typer.Option("--procs", min=1, help="With --device cpu: processes.")] = None,
+    restarts: Annotated[int, typer.Option("--restarts", min=0, metavar="N", help="Start all ranks anew if one dies.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and its size, without running it.")] = False,
     world: Annotated[int | None, typer.Option("--world", min=1, help="With --dry-run: ranks.")] = None,
     chip: Annotated[str | None, typer.Option("--chip", metavar="h100|h200|b200|gb200", help="With --dry-run: this chip only.")] = None,
@@ -139,7 +140,7 @@ def train(
         console.show(view)
         common.write_json(json, "train", loaded, results)
         return
-    code = start.start(loaded, start.Request(context.obj, gpus, device, procs, out, resume, json), limits)
+    code = start.start(loaded, start.Request(context.obj, gpus, device, procs, out, resume, json, restarts), limits)
     if code:
         raise typer.Exit(code)
 
@@ -148,7 +149,9 @@ def train(
 def profile(
     context: typer.Context,
     recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe; default: the flagship.")] = None,
-    precision: Annotated[str | None, typer.Option("--precision", metavar="fp32|bf16|fp8_row|fp8_current|fp8_block|fp8_delayed|mxfp8")] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", metavar="fp32|bf16|fp8_row|fp8_current|fp8_block|fp8_delayed|mxfp8")
+    ] = None,
     experts: Annotated[str | None, typer.Option("--experts", metavar="NAME|all", help="An implementation, or compare all.")] = None,
     baseline: Annotated[str | None, typer.Option("--baseline", metavar="hf|NAME,...", help="Beside Hugging Face (extra hf).")] = None,
     forms: Annotated[str | None, typer.Option(metavar="flattened,padded,bucketed", help="Of its batches; default: all.")] = None,

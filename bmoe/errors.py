@@ -1,4 +1,4 @@
-"""The two errors a user meets: each is one plain sentence with the place and what to do."""
+"""The errors a user meets: each is one plain sentence with the place and what to do."""
 
 
 class RequestError(Exception):
@@ -7,3 +7,7 @@ class RequestError(Exception):
 
 class RunError(Exception):
     """The work failed while running (disk full, non-finite loss, a rank died). The command line exits with 1."""
+
+
+class FaultError(RunError):
+    """A RunError that the same work may not meet again: hardware or a network failed. `--restarts` tries again."""

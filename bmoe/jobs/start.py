@@ -11,6 +11,7 @@ from bmoe.jobs import train
 from bmoe.jobs.common import choose_device, ensure_data, write_json
 from bmoe.parallel import launch
 from bmoe.recipe import Recipe
+from bmoe.training import checkpoint
 from bmoe.training.stopping import Limits
 
 __all__ = ["Limits", "Request", "start"]
@@ -26,6 +27,7 @@ class Request(NamedTuple):
     out: str | None
     resume: bool
     json: str | None
+    restarts: int = 0
 
 
 def start(recipe: Recipe, request: Request, limits: Limits) -> int:
@@ -35,12 +37,19 @@ def start(recipe: Recipe, request: Request, limits: Limits) -> int:
     if request.gpus and request.device == "cpu":
         raise RequestError("--gpus and --device cpu exclude each other; leave one out")
     here = launch.place()
+    if request.restarts and here is not None and not launch.is_launched():
+        raise RequestError(
+            f"--restarts {request.restarts}: another launcher started this rank, and restarts are its business (torchrun --max-restarts)"
+        )
     device, line = choose_device(request.device, request.gpus)
     ranks = request.procs or 1
     if device.type == "cuda":
         ranks = request.gpus or torch.cuda.device_count()
     if here is None and ranks > 1:
         return start_ranks(recipe, request, device, ranks)
+    if request.restarts and here is None:
+        raise RequestError(f"--restarts {request.restarts}: only several ranks are started again; add --gpus N, or --device cpu --procs N")
+    limits.began = launch.began() or limits.began  # a restart takes no more time than was left
     if here is None or here.rank == 0:
         console.note(line)
     world = launch.world_from_environment(device.type)
@@ -60,7 +69,14 @@ def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: i
     ensure_data(recipe)
     where = f"{ranks} GPUs ({torch.cuda.get_device_name(0)})" if device.type == "cuda" else f"the CPU as {ranks} processes"
     console.note(f"running on {where}")
-    code, reason = launch.run(request.arguments, ranks, folder.with_name(folder.name + ".logs"))
+
+    def again(number: int, reason: str) -> None:
+        newest = checkpoint.newest_whole(folder / "checkpoints")
+        console.note(f"{reason}; restart {number} of {request.restarts}: all ranks go on from {newest or 'the start'}")
+
+    resume = () if request.resume else ("--resume",)
+    logs = folder.with_name(folder.name + ".logs")
+    code, reason = launch.run(request.arguments, ranks, logs, restarts=request.restarts, resume=resume, note=again)
     if reason:
         console.error(reason)
     return code

@@ -6,6 +6,9 @@ environment (ours, torchrun's, a PyTorchJob's, srun's) is a rank and joins its p
 A rank that fails leaves one sentence in its error file, and the launcher shows the sentence of the rank that failed first:
 ranks that merely lost a peer are not the reason. Rank 0 keeps the terminal; the others write to LOGS/rank-N.out and .err.
 Signals to the launcher go on to all ranks, which checkpoint and leave with 75 or 130.
+
+With restarts allowed, `run` starts all ranks again when one was killed, crashed, hung or lost its network. What would only
+happen again is not tried again: a refused request, a step that is not finite, a full disk, an end by a signal.
 """
 
 import ctypes
@@ -13,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -27,11 +31,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from bmoe.errors import RequestError, RunError
+from bmoe.errors import FaultError, RequestError, RunError
 from bmoe.parallel.world import World
 
 PATIENCE = timedelta(minutes=30)  # of a collective; the watchdog speaks up long before
 PIDS = "BMOE_RANK_PIDS"  # folder where ranks started by `run` leave their process ids
+BEGAN = "BMOE_BEGAN"  # time.monotonic() of the command that started them
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher for each rank
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOST_PEER = "lost the connection to the other ranks"
@@ -81,7 +86,7 @@ def slurm_address(environment: Mapping[str, str]) -> tuple[str, int]:
 def world_from_environment(device: str) -> World:
     """Join the other ranks, if the environment names any. `device`: "cpu" or "cuda". The world has no mesh yet.
 
-    Raises RequestError if this rank has no GPU, RunError if the others do not come.
+    Raises RequestError if this rank has no GPU, FaultError if the others do not come.
     """
     found = place()
     if found is None:
@@ -107,7 +112,7 @@ def world_from_environment(device: str) -> World:
         )
     except (dist.DistError, ValueError, OSError) as error:
         meeting = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(f"rank {found.rank} of {found.size} cannot meet the others at {meeting} ({_first_line(error)})") from error
+        raise FaultError(f"rank {found.rank} of {found.size} cannot meet the others at {meeting} ({_first_line(error)})") from error
     return World(here, found.rank, found.size)
 
 
@@ -147,13 +152,13 @@ def rank_of(world: World) -> Iterator[None]:
         world.barrier()
     except (RequestError, RunError) as error:
         refused = isinstance(error, RequestError)
-        leave_reason(str(error), 2 if refused else 1)
+        leave_reason(str(error), 2 if refused else 1, again=_may_pass(error))
         if refused or world.device.type == "cpu":  # else gloo's threads abort at exit; NCCL's may wait for ranks that still run
             dist.destroy_process_group()
         raise
     except (dist.DistError, RuntimeError) as error:
         if not _is_lost_peer(error):
-            leave_reason(f"{type(error).__name__}: {_first_line(error)}")
+            leave_reason(f"{type(error).__name__}: {_first_line(error)}", again=_may_pass(error))
             raise
         sentence = f"rank {world.rank} {LOST_PEER} ({_first_line(error)})"
         leave_reason(sentence)
@@ -161,9 +166,16 @@ def rank_of(world: World) -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:
-        leave_reason(f"{type(error).__name__}: {_first_line(error)}")
+        leave_reason(f"{type(error).__name__}: {_first_line(error)}", again=_may_pass(error))
         raise
     dist.destroy_process_group()
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same work may not meet an error again."""
+    if isinstance(error, FaultError | ConnectionError):
+        return True
+    return not isinstance(error, RequestError | RunError | OSError | KeyboardInterrupt | torch.OutOfMemoryError)
 
 
 def _is_lost_peer(error: BaseException) -> bool:
@@ -175,15 +187,17 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def leave_reason(sentence: str, code: int = 1) -> None:
+def leave_reason(sentence: str, code: int = 1, again: bool = True) -> None:
     """Leave the sentence that ends this rank for the launcher, in the form torch's launchers read; the first one stays.
 
     code: the exit code it stands for. The process itself may yet end by SIGABRT, when a library's threads outlive the others.
+    again: whether a restart may help.
     """
     file = os.environ.get(ERROR_FILE)
     if file is None or Path(file).exists():
         return
-    facts = {"message": sentence, "errorCode": code, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+    extra = {"py_callstack": "", "timestamp": str(int(time.time())), "again": again}
+    facts = {"message": sentence, "errorCode": code, "extraInfo": extra}
     Path(file).write_text(json.dumps({"message": facts}))
 
 
@@ -192,23 +206,69 @@ def is_launched() -> bool:
     return PIDS in os.environ
 
 
-def run(arguments: list[str], procs: int, logs: Path, code: str = "from bmoe.cli import main; main()") -> tuple[int, str | None]:
+def began() -> float | None:
+    """time.monotonic() of the command that started this rank, restarts or not; None if `run` did not start it."""
+    return float(os.environ[BEGAN]) if BEGAN in os.environ else None
+
+
+class End(NamedTuple):
+    """How a start of all ranks ended: exit code, why if a rank failed, and whether another start may end better."""
+
+    code: int
+    reason: str | None
+    again: bool = False
+
+
+def run(
+    arguments: list[str],
+    procs: int,
+    logs: Path,
+    code: str = "from bmoe.cli import main; main()",
+    restarts: int = 0,
+    resume: tuple[str, ...] = (),
+    note: Callable[[int, str], None] = lambda number, reason: None,
+) -> tuple[int, str | None]:
     """Start `procs` ranks of this program with `arguments` and wait. Returns the exit code and, if a rank failed, why.
 
-    code: what a rank runs, with `arguments` as sys.argv[1:]. logs: folder for the ranks' output and error files.
+    code: what a rank runs, with `arguments` as sys.argv[1:]. logs: folder for the ranks' output and error files; those of
+    restart N go into restart-N there. restarts: how often all ranks may be started anew, with the further arguments `resume`;
+    `note` is told of each (its number from 1, what ended the start before).
     """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_reason` says it in one sentence
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // procs)))
+    os.environ[BEGAN] = str(time.monotonic())
+    for old in logs.glob("restart-*"):
+        shutil.rmtree(old, ignore_errors=True)
+    caught: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: caught.append(n)) for number in FORWARDED}
+    try:
+        for number in range(restarts + 1):
+            end = _start_once(
+                [*arguments, *(resume if number else ())], procs, logs / f"restart-{number}" if number else logs, code, caught
+            )
+            if not end.again or caught:
+                return end.code, end.reason
+            if number < restarts:
+                note(number + 1, end.reason)
+        return end.code, end.reason + (f"; given up after {restarts} restart{'s' * (restarts > 1)}" if restarts else "")
+    finally:
+        del os.environ[BEGAN]
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _start_once(arguments: list[str], procs: int, logs: Path, code: str, caught: list[int]) -> End:
+    """One start of all ranks, by torch's elastic launcher. caught: signals sent to this process, which grows meanwhile."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_reason` says it in one sentence
     logs.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // procs)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=procs,
         run_id=f"bmoe-{os.getpid()}",
-        max_restarts=0,
+        max_restarts=0,  # the launcher's own would also repeat what can only fail again
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
@@ -225,34 +285,27 @@ def run(arguments: list[str], procs: int, logs: Path, code: str = "from bmoe.cli
     with tempfile.TemporaryDirectory(prefix="bmoe-ranks-") as pids:
         os.environ[PIDS] = pids
         try:
-            sent = _forward_signals(threading.Thread(target=launch, name="bmoe-launcher"), Path(pids), procs)
+            _wait_and_forward(threading.Thread(target=launch, name="bmoe-launcher"), Path(pids), procs, caught)
         finally:
             del os.environ[PIDS]
     if not outcome:
-        return 0, None
+        return End(0, None)
     if not isinstance(outcome[0], ChildFailedError):
         raise outcome[0]
-    return _explain(outcome[0].failures, sent, logs)
+    return _explain(outcome[0].failures, caught[-1] if caught else 0, logs)
 
 
-def _forward_signals(launcher: threading.Thread, pids: Path, procs: int) -> int:
+def _wait_and_forward(launcher: threading.Thread, pids: Path, procs: int, caught: list[int]) -> None:
     """Run `launcher` (in a thread, so that torch's own handlers stay out) and pass signals on to the ranks, once all of them
-    have joined. Returns the last signal, or 0."""
-    caught: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: caught.append(n)) for number in FORWARDED}
+    have joined."""
     passed = 0
-    try:
-        launcher.start()
-        while launcher.is_alive():
-            launcher.join(0.1)
-            if passed < len(caught) and len(list(pids.iterdir())) == procs:
-                for file in pids.iterdir():
-                    _send(int(file.read_text() or 0), caught[passed])
-                passed += 1
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-    return caught[-1] if caught else 0
+    launcher.start()
+    while launcher.is_alive():
+        launcher.join(0.1)
+        if passed < len(caught) and len(list(pids.iterdir())) == procs:
+            for file in pids.iterdir():
+                _send(int(file.read_text() or 0), caught[passed])
+            passed += 1
 
 
 def _send(pid: int, number: int) -> None:
@@ -263,34 +316,33 @@ def _send(pid: int, number: int) -> None:
         return  # that rank has ended already
 
 
-def _explain(failures: Mapping[int, Any], sent: int, logs: Path) -> tuple[int, str | None]:
-    """Exit code and sentence of the rank that failed first; ranks that lost a peer, or were stopped by the launcher, come last."""
-
+def _explain(failures: Mapping[int, Any], sent: int, logs: Path) -> End:
+    """What to say of the rank that failed first; ranks that lost a peer, or were stopped by the launcher, come last."""
     left = {rank: _reason(logs, rank) for rank in failures}
 
     def order(item: tuple[int, Any]) -> tuple:
         rank, failure = item
         reason, stopped = left[rank], failure.exitcode == -signal.SIGTERM
-        return (reason is not None and LOST_PEER in reason[0], stopped and reason is None, failure.timestamp, rank)
+        return (reason is not None and LOST_PEER in reason.reason, stopped and reason is None, failure.timestamp, rank)
 
     rank, failure = min(failures.items(), key=order)
     code, reason = failure.exitcode, left[rank]
     if code in (75, 130) or (sent and code == -sent):
-        return (130 if sent == signal.SIGINT else 75), None
+        return End(130 if sent == signal.SIGINT else 75, None)
     if reason is not None:
-        return reason[1], reason[0]
+        return reason
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-    return (code if code > 0 else 1), f"rank {rank} {how}{hint}; see {logs}/rank-{rank}.err"
+    return End(code if code > 0 else 1, f"rank {rank} {how}{hint}; see {logs}/rank-{rank}.err", again=code != 2)
 
 
-def _reason(logs: Path, rank: int) -> tuple[str, int] | None:
-    """What a rank left: sentence and exit code."""
+def _reason(logs: Path, rank: int) -> End | None:
+    """What a rank left."""
     file = logs / f"rank-{rank}.json"
     if not file.is_file():
         return None
     facts = json.loads(file.read_text())["message"]
-    return facts["message"], facts["errorCode"]
+    return End(facts["errorCode"], facts["message"], facts["extraInfo"]["again"])
 
 
 def _rank_logs(logs: Path):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bmoe.data.packing import Batch
-from bmoe.errors import RunError
+from bmoe.errors import FaultError, RunError
 from bmoe.parallel.world import World
 from bmoe.training.optimizer import AdamW
 
@@ -48,7 +48,7 @@ def check_replicas(model: nn.Module, optimizer: AdamW, step: int, position: tupl
             raise RunError(f"step {step}: rank {rank} is at another place in the data than rank 0; are all ranks reading the same shards?")
         if row[0] != ranks[0][0] or row[1] != ranks[twin][1]:
             other = 0 if row[0] != ranks[0][0] else twin
-            raise RunError(
+            raise FaultError(
                 f"step {step}: the weights of rank {rank} have drifted from rank {other}'s, a fault of hardware or of a "
                 "library; this step is not saved, --resume goes on from the last checkpoint"
             )

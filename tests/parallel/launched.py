@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from bmoe.errors import RequestError, RunError
+from bmoe.errors import FaultError, RequestError, RunError
 from bmoe.parallel.launch import rank_of, world_from_environment
 from bmoe.parallel.watchdog import Watchdog
 
@@ -21,12 +21,20 @@ def play(scene: str, folder: Path) -> None:
     with rank_of(world):
         total = world.sum(torch.tensor(world.rank + 1))
         (folder / f"sum-{world.rank}").write_text(str(int(total)))
+        with (folder / f"starts-{world.rank}").open("a") as file:
+            file.write(" ".join(sys.argv[3:]) + "\n")
         if scene == "one fails" and world.rank == 1:
             raise RunError("the disk of rank 1 is full; free some space")
         if scene == "all refuse":
             raise RequestError("model.width: 3 is not a multiple of model.heads = 2")
         if scene == "one is killed" and world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if scene == "one crashes" and world.rank == 1:
+            raise ZeroDivisionError("a bug of rank 1")
+        if scene == "one GPU lies" and world.rank == 1:
+            raise FaultError("the weights of rank 1 have drifted")
+        if scene == "memory is short" and world.rank == 1:
+            raise torch.OutOfMemoryError("no memory on rank 1")
         if scene == "one hangs":
             with Watchdog(world, folder, limit=2.0) as watchdog:
                 watchdog.beat(7)
