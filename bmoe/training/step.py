@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmoe.data.packing import Batch
+from bmoe.data.packing import NO_TARGET, Batch
 from bmoe.precision.conditions import ROW_MULTIPLE
 from bmoe.recipe import Recipe
 from bmoe.training.graphs import Graphs
@@ -87,8 +87,7 @@ class Stepper:
     def _losses(self, inputs: dict, picked_M: Tensor, totals: Tensor, jitter_key: Tensor | int | None) -> Tensor:
         """Forward and backward of one batch; what `StepSums` holds of it."""
         out = self.model(**inputs, jitter_key=jitter_key)
-        logits = out.logits.float() if out.logits.dtype == torch.bfloat16 else out.logits
-        entropy = F.cross_entropy(logits, picked_M, ignore_index=-100, reduction="sum")
+        entropy = summed_entropy(out.logits, picked_M)
         targets, real = totals[0].clamp(min=1), totals[1]
         loss = entropy / targets
         share = inputs["real_tokens"].to(out.balance_L.dtype) / real
@@ -99,3 +98,14 @@ class Stepper:
         padding_L = torch.remainder(-out.counts_LE, self.row_multiple).sum(-1)
         parts = ((entropy / targets).view(1), out.balance_L * share, out.z_L * share, padding_L, out.counts_LE.flatten())
         return torch.cat([x.detach().to(entropy.dtype) for x in parts])
+
+
+def summed_entropy(logits_MV: Tensor, targets_M: Tensor) -> Tensor:
+    """Sum of cross entropies over the rows that have a target, at least fp32."""
+    if logits_MV.is_cuda and logits_MV.dtype == torch.bfloat16:
+        from bmoe.kernels.cross_entropy import WIDEST, cross_entropy  # imported here: it needs triton
+
+        if logits_MV.shape[1] <= WIDEST:
+            return cross_entropy(logits_MV, targets_M)
+    wide = logits_MV.float() if logits_MV.dtype == torch.bfloat16 else logits_MV
+    return F.cross_entropy(wide, targets_M, ignore_index=NO_TARGET, reduction="sum")
