@@ -88,15 +88,18 @@ class Stepper:
         """Forward and backward of one batch; what `StepSums` holds of it."""
         out = self.model(**inputs, jitter_key=jitter_key)
         entropy = summed_entropy(out.logits, picked_M)
-        targets, real = totals[0].clamp(min=1), totals[1]
-        loss = entropy / targets
-        share = inputs["real_tokens"].to(out.balance_L.dtype) / real
+        per_target = totals[0].clamp(min=1).to(entropy.dtype).reciprocal()
+        share = inputs["real_tokens"].to(out.balance_L.dtype) / totals[1]
+        # The gradients of loss = entropy / targets + share (sum of the layers' losses), given as such: a dozen tiny passes less.
+        roots = [(entropy, per_target)]
         moe = self.recipe.model.moe
         if moe:
-            loss = loss + share * (moe.balance_loss * out.balance_L.sum() + moe.z_loss * out.z_L.sum())
-        loss.backward()
-        padding_L = torch.remainder(-out.counts_LE, self.row_multiple).sum(-1)
-        parts = ((entropy / targets).view(1), out.balance_L * share, out.z_L * share, padding_L, out.counts_LE.flatten())
+            losses = ((out.balance_L, moe.balance_loss), (out.z_L, moe.z_loss))
+            roots += [(loss_L, (share * weight).expand_as(loss_L)) for loss_L, weight in losses if loss_L.requires_grad]
+        torch.autograd.backward(*zip(*roots, strict=True))
+        none_L = torch.zeros_like(out.balance_L)
+        padding_L = none_L if self.row_multiple == 1 else torch.remainder(-out.counts_LE, self.row_multiple).sum(-1)
+        parts = ((entropy * per_target).view(1), out.balance_L * share, out.z_L * share, padding_L, out.counts_LE.flatten())
         return torch.cat([x.detach().to(entropy.dtype) for x in parts])
 
 
