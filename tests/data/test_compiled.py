@@ -98,7 +98,6 @@ def test_processors_without_wide_instructions_read_the_same(tmp_path):
     )
     ways = {"plain": {"NUMBA_CACHE_DIR": str(tmp_path)}} | ({"wide": {}} if AVX2 else {})
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    found = [
-        subprocess.run([sys.executable, "-c", code, way], capture_output=True, text=True, env=environment | own) for way, own in ways.items()
-    ]
+    run = {"capture_output": True, "text": True}
+    found = [subprocess.run([sys.executable, "-c", code, way], env=environment | own, **run) for way, own in ways.items()]
     assert all(done.stdout for done in found) and len({done.stdout for done in found}) == 1, found
