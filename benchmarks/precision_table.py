@@ -5,8 +5,9 @@
 Every run is a `bmoe train` with the same batches of 65,536 slots, schedule and validation masks; bf16 runs with several
 seeds, whose spread is the noise, and every other run has the first of these seeds, so that its difference is to the run
 with the same initial weights, order and masks. Several runs share one device at the same time: losses count, not speeds.
-A run that cannot start (a GPU without the format, a library too old) is reported with its reason. If the time limit ends the
-runs, the table is of the last step that all of them validated. Interrupted runs in --folder go on with --resume.
+A run that cannot start (a GPU without the format, a library too old) is reported with its reason, and every run when it ends.
+The table has every step that was validated, with the runs that got there before the time limit. Interrupted runs in --folder
+go on when the same command is given again.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from bmoe.training.metrics import MetricsLog
 
 COMMAND = [sys.executable, "-c", "from bmoe.cli import main; main()"]
-KINDS = ("fp8_current", "fp8_block", "mxfp8:emulated", "fp8_block:emulated")
+KINDS = ("fp8_current", "fp8_row", "mxfp8:emulated", "fp8_block:emulated", "fp8_block")
 
 
 class Run(NamedTuple):
@@ -71,17 +72,26 @@ def start(run: Run, arguments: argparse.Namespace, data: Path, folder: Path, dea
 
 
 def run_all(runs: list[Run], parallel: int, begin: Callable[[Run], subprocess.Popen], deadline: float) -> dict[Run, subprocess.Popen]:
-    """Keep `parallel` runs going. At the deadline they stop by themselves, and what has not 15 seconds later is ended."""
+    """Keep `parallel` runs going, and say when one ends. At the deadline they stop by themselves, and what has not 15 seconds
+    later is ended."""
     processes: dict[Run, subprocess.Popen] = {}
-    waiting = list(runs)
-    while waiting or any(process.poll() is None for process in processes.values()):
-        going = [process for process in processes.values() if process.poll() is None]
-        if waiting and len(going) < parallel and time.monotonic() < deadline:
+    waiting, began, ended = list(runs), time.monotonic(), set()
+
+    def going() -> list[subprocess.Popen]:
+        for run, process in processes.items():
+            if run not in ended and process.poll() is not None:
+                ended.add(run)
+                sys.stdout.write(f"{time.monotonic() - began:5.0f} s  {run.name}: exit code {process.returncode}\n")
+                sys.stdout.flush()
+        return [process for process in processes.values() if process.poll() is None]
+
+    while going() or waiting:
+        if waiting and len(going()) < parallel and time.monotonic() < deadline:
             run = waiting.pop(0)
             processes[run] = begin(run)
             continue
         if time.monotonic() > deadline + 15:
-            for process in going:
+            for process in going():
                 process.kill()
                 process.wait()
             break
@@ -110,13 +120,14 @@ def outcome(run: Run, process: subprocess.Popen, folder: Path) -> dict:
     }
 
 
-def table(outcomes: list[dict]) -> dict:
-    """Losses at the last step that every run validated: bf16's mean and spread over seeds, and the differences to bf16."""
-    ran = [o for o in outcomes if o["validations"]]
-    common = set.intersection(*(set(o["validations"]) for o in ran)) if ran else set()
-    if not common:
-        return {"step": None, "rows": []}
-    step = max(common)
+def table(outcomes: list[dict]) -> dict[int, dict]:
+    """Step -> losses of the runs that validated it: bf16's mean and spread over seeds, and the others' differences to bf16."""
+    steps = sorted({step for o in outcomes for step in o["validations"]})
+    return {step: at_step(step, [o for o in outcomes if step in o["validations"]]) for step in steps}
+
+
+def at_step(step: int, ran: list[dict]) -> dict:
+    """One row of the table."""
     loss = {(o["precision"], o["seed"]): o["validations"][step]["valid_loss"] for o in ran}
     noise = [value for (precision, _), value in loss.items() if precision == "bf16"]
     deviation = statistics.stdev(noise) if len(noise) > 1 else None
@@ -129,25 +140,36 @@ def table(outcomes: list[dict]) -> dict:
             row["difference_to_bf16"] = value - same_seed
             row["difference_over_seed_deviation"] = (value - same_seed) / deviation if deviation else None
         rows.append(row)
-    summary = {"step": step, "rows": rows}
-    if noise:
-        summary["bf16"] = {"seeds": len(noise), "mean": statistics.mean(noise), "deviation": deviation, "range": max(noise) - min(noise)}
-    return summary
+    spread = (
+        {"seeds": len(noise), "mean": statistics.mean(noise), "deviation": deviation, "range": max(noise) - min(noise)} if noise else None
+    )
+    return {"bf16": spread, "rows": rows}
 
 
-def text(summary: dict, outcomes: list[dict]) -> str:
+def text(summary: dict[int, dict], outcomes: list[dict]) -> str:
     """The table for a terminal."""
-    lines = [f"validation loss after step {summary['step']}"]
-    for row in summary["rows"]:
-        line = f"  {row['precision']:20s} seed {row['seed']}  {row['valid_loss']:.4f}"
-        if "difference_to_bf16" in row:
-            over = row["difference_over_seed_deviation"]
-            line += f"  {row['difference_to_bf16']:+.4f} to bf16" + (f" = {over:+.1f} deviations of the seeds" if over is not None else "")
-        lines.append(line)
-    if "bf16" in summary and summary["bf16"]["deviation"] is not None:
-        noise = summary["bf16"]
-        lines.append(f"  bf16: {noise['mean']:.4f}, deviation {noise['deviation']:.4f} over {noise['seeds']} seeds")
-    lines += [f"  {o['precision']} seed {o['seed']}: did not run: {o['problem']}" for o in outcomes if o["problem"]]
+    lines = []
+    for step, found in summary.items():
+        noise = found["bf16"]
+        head = f"validation loss after step {step}"
+        if noise and noise["deviation"] is not None:
+            head += f"; bf16: mean {noise['mean']:.4f}, deviation {noise['deviation']:.4f} over {noise['seeds']} seeds"
+        lines.append(head)
+        for row in found["rows"]:
+            line = f"  {row['precision']:20s} seed {row['seed']}  {row['valid_loss']:.4f}"
+            if "difference_to_bf16" in row:
+                over = row["difference_over_seed_deviation"]
+                line += f"  {row['difference_to_bf16']:+.4f} to bf16" + (
+                    f" = {over:+.1f} deviations of the seeds" if over is not None else ""
+                )
+            lines.append(line)
+    for o in outcomes:
+        if o["problem"]:
+            lines.append(f"  {o['precision']} seed {o['seed']}: did not run: {o['problem']}")
+        elif o["step_s_beside_the_others"]:
+            speed = f"{o['step_s_beside_the_others'] * 1e3:.0f} ms a step beside the others, {o['peak_memory_gib']:.2f} GiB"
+            code = f", ended with exit code {o['exit_code']}" if o["exit_code"] else ""
+            lines.append(f"  {o['precision']} seed {o['seed']}: {o['last_step']} steps, {o['skipped_steps']} skipped, {speed}{code}")
     return "\n".join(lines) + "\n"
 
 
