@@ -26,6 +26,9 @@ ELEMENTS = 4096
 BACKWARD_ELEMENTS = 2048
 """Of the backward pass, which holds five of them a thread in registers."""
 
+STAGES = 3
+"""Of the backward pass: tiles on their way at a time, so that memory is busy while rows are summed."""
+
 PROGRAMS = 528
 """Of the backward pass: four for each multiprocessor of an H100 or H200."""
 
@@ -65,12 +68,13 @@ def _backward_kernel(
     D: tl.constexpr,
     D_P2: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     column = tl.arange(0, D_P2)
     w = tl.load(w_D + column, mask=column < D, other=0.0).to(tl.float32)
     dw = tl.zeros([ROWS, D_P2], tl.float32)  # a sum over rows in every step would make all warps wait for each other
-    for block in range(program, tl.cdiv(tokens, ROWS), programs):
+    for block in tl.range(program, tl.cdiv(tokens, ROWS), programs, num_stages=STAGES):
         row = block * ROWS + tl.arange(0, ROWS)
         at = row[:, None].to(tl.int64) * D + column[None, :]
         inside = (row < tokens)[:, None] & (column < D)[None, :]
@@ -117,7 +121,7 @@ def _backward(ds_TD: Tensor | None, dh_TD: Tensor, s_TD: Tensor, weight_D: Tenso
     dx_TD, dw_PD = torch.empty_like(s_TD), s_TD.new_empty(programs, D, dtype=torch.float32)
     _backward_kernel[(programs,)](
         dh_TD if ds_TD is None else ds_TD.contiguous(), dh_TD, s_TD, weight_D, r_T, dx_TD, dw_PD, T, programs,
-        ds_TD is not None, D, columns, rows, num_warps=4 if columns <= 2048 else 8,
+        ds_TD is not None, D, columns, rows, STAGES, num_warps=4 if columns <= 2048 else 8,
     )  # fmt: skip
     return dx_TD, sum_parts(dw_PD, weight_D.dtype)
 

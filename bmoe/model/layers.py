@@ -60,7 +60,7 @@ class Norm(nn.Module):
 
         `through` gives (x, the norm of x): who reads x there has its gradient added in the norm's backward pass.
         """
-        if self.fused and x.is_cuda and x.dtype == torch.bfloat16:
+        if self._by_kernel(x):
             from bmoe.kernels import norm  # imported here: it needs triton
 
             if y is not None:
@@ -70,6 +70,9 @@ class Norm(nn.Module):
             x = x + y
         h = self._plain(x)
         return (x, h) if y is not None or through else h
+
+    def _by_kernel(self, x: Tensor) -> bool:
+        return self.fused and x.is_cuda and x.dtype == torch.bfloat16
 
     def _plain(self, x: Tensor) -> Tensor:
         if self.kind == "rmsnorm":

@@ -78,13 +78,16 @@ class Router(nn.Module):
             if noisy:
                 read_TD = wide(x_TD)
                 read_TD = read_TD * self._noise(read_TD, layout.jitter_key)
-            if self.kernels is not None and x_TD.is_cuda and self.weight.dtype == torch.float32:
+            if self._by_kernel(x_TD):
                 options = (self.top_k, self.score, self.normalize_weights, not noisy)
                 routed = self.kernels(read_TD, self.weight, self.selection_bias, layout.real_tokens, *options)
                 return Routing(*routed, x_TD) if noisy else Routing(*routed)
             logits_TE = F.linear(read_TD.to(self.weight.dtype), self.weight)
             scores_TE = logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
             return Routing(*self._route(logits_TE, scores_TE, layout), x_TD)
+
+    def _by_kernel(self, x_TD: Tensor) -> bool:
+        return self.kernels is not None and x_TD.is_cuda and self.weight.dtype == torch.float32
 
     def _route(self, logits_TE: Tensor, scores_TE: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         real_T1, tokens = layout.real_T[:, None], layout.real_tokens.clamp(min=1)
