@@ -57,7 +57,9 @@ def _squared(g):
 
 
 @triton.jit
-def _squares_kernel(table_P5, chunks_C3, partials, chunks, programs, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _adamw_squares_kernel(
+    table_P5, chunks_C3, partials, chunks, programs, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for chunk in range(tl.program_id(0), chunks, programs):
@@ -76,7 +78,7 @@ def _squares_kernel(table_P5, chunks_C3, partials, chunks, programs, GRADIENT: t
 
 
 @triton.jit
-def _total_kernel(partials_GP, squares_2, groups, sharded, programs, PROGRAMS_P2: tl.constexpr):
+def _adamw_total_kernel(partials_GP, squares_2, groups, sharded, programs, PROGRAMS_P2: tl.constexpr):
     lane = tl.arange(0, PROGRAMS_P2)
     of_sharded = tl.zeros([PROGRAMS_P2], tl.float32)
     of_whole = tl.zeros([PROGRAMS_P2], tl.float32)
@@ -91,7 +93,7 @@ def _total_kernel(partials_GP, squares_2, groups, sharded, programs, PROGRAMS_P2
 
 
 @triton.jit
-def _scalars_kernel(
+def _adamw_scalars_kernel(
     norm_p, rate_p, attempted_p, skipped_p, in_a_row_p, scalars_5, clip, CLIPS: tl.constexpr, LOG_B1: tl.constexpr, LOG_B2: tl.constexpr
 ):
     norm = tl.load(norm_p)
@@ -268,11 +270,11 @@ class Fused:
         """fp32 [2]: the sum of squares of the gradients of sharded and of whole parameters."""
         squares_2 = torch.empty(2, dtype=torch.float32, device=self.device)
         for group, partials_P in zip(self.groups, self.partials_GP, strict=True):
-            _squares_kernel[(PROGRAMS,)](
+            _adamw_squares_kernel[(PROGRAMS,)](
                 self.table_P5, group.chunks_C3, partials_P, group.chunks_C3.shape[0], PROGRAMS,
                 _TYPES[group.gradient], BLOCK, CHUNK, num_warps=8,
             )  # fmt: skip
-        _total_kernel[(1,)](
+        _adamw_total_kernel[(1,)](
             self.partials_GP, squares_2, len(self.groups), self.sharded_groups, PROGRAMS, triton.next_power_of_2(PROGRAMS), num_warps=4
         )
         return squares_2
@@ -291,7 +293,7 @@ class Fused:
         """`step_scalars` of kernels/adamw.py in one launch, for an fp32 norm; fp32 [5]."""
         scalars_5 = torch.empty(5, dtype=torch.float32, device=self.device)
         logs = (math.log(b) if b > 0 else -math.inf for b in (b1, b2))
-        _scalars_kernel[(1,)](
+        _adamw_scalars_kernel[(1,)](
             norm, rate, attempted, skipped, skipped_in_a_row, scalars_5, clip or 0.0, clip is not None, *logs, num_warps=1
         )
         return scalars_5

@@ -33,7 +33,7 @@ def _rows(logits_MV, row, rows, V: tl.constexpr, V_P2: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(logits_MV, targets_M, loss_P, rows, V: tl.constexpr, V_P2: tl.constexpr, ROWS: tl.constexpr):
+def _entropy_kernel(logits_MV, targets_M, loss_P, rows, V: tl.constexpr, V_P2: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     logits, total, v, _, _ = _rows(logits_MV, row, rows, V, V_P2)
     target = tl.load(targets_M + row, mask=row < rows, other=-1)
@@ -42,7 +42,7 @@ def _forward_kernel(logits_MV, targets_M, loss_P, rows, V: tl.constexpr, V_P2: t
 
 
 @triton.jit
-def _backward_kernel(logits_MV, targets_M, dloss, dlogits_MV, rows, V: tl.constexpr, V_P2: tl.constexpr, ROWS: tl.constexpr):
+def _entropy_backward_kernel(logits_MV, targets_M, dloss, dlogits_MV, rows, V: tl.constexpr, V_P2: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     logits, total, v, at, inside = _rows(logits_MV, row, rows, V, V_P2)
     target = tl.load(targets_M + row, mask=row < rows, other=-1)[:, None]
@@ -66,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
         programs = triton.cdiv(M, rows)
         loss_P = torch.empty(programs, dtype=torch.float32, device=logits_MV.device)
         if M:
-            _forward_kernel[(programs,)](logits_MV, targets_M, loss_P, M, V, columns, rows, num_warps=4)
+            _entropy_kernel[(programs,)](logits_MV, targets_M, loss_P, M, V, columns, rows, num_warps=4)
         ctx.save_for_backward(logits_MV, targets_M)
         return sum_parts(loss_P[:, None], torch.float32).view(())
 
@@ -77,7 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
         columns, rows = _tile(V)
         dlogits_MV = torch.empty_like(logits_MV)
         if M:
-            _backward_kernel[(triton.cdiv(M, rows),)](
+            _entropy_backward_kernel[(triton.cdiv(M, rows),)](
                 logits_MV, targets_M, dloss, dlogits_MV, M, V, columns, rows, num_warps=4
             )  # fmt: skip
         return dlogits_MV, None

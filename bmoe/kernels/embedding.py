@@ -25,7 +25,7 @@ TOKENS, SPLITS = 64, 32
 
 
 @triton.jit
-def _forward_kernel(tokens_T, table_VD, scale_T, x_TD, tokens, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _embed_kernel(tokens_T, table_VD, scale_T, x_TD, tokens, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (t < tokens)[:, None] & (column < D)
@@ -36,7 +36,7 @@ def _forward_kernel(tokens_T, table_VD, scale_T, x_TD, tokens, D: tl.constexpr, 
 
 
 @triton.jit
-def _backward_kernel(
+def _embed_backward_kernel(
     tokens_T,
     scale_T,
     dx_TD,
@@ -74,7 +74,7 @@ class _Embed(torch.autograd.Function):
         x_TD = table_VD.new_empty(T, D)
         if T:
             rows, columns = row_tile(D)
-            _forward_kernel[(triton.cdiv(T, rows), triton.cdiv(D, columns))](tokens_T, table_VD, scale_T, x_TD, T, D, rows, columns)
+            _embed_kernel[(triton.cdiv(T, rows), triton.cdiv(D, columns))](tokens_T, table_VD, scale_T, x_TD, T, D, rows, columns)
         ctx.save_for_backward(tokens_T, scale_T)
         ctx.table = table_VD.shape, table_VD.dtype
         return x_TD
@@ -88,7 +88,7 @@ class _Embed(torch.autograd.Function):
         tokens_of_split = triton.cdiv(triton.cdiv(T, splits), TOKENS) * TOKENS
         parts_SVD = dx_TD.new_empty(splits, V, D, dtype=torch.float32)
         block_d = 128 if D >= 128 else 64
-        _backward_kernel[(splits, triton.cdiv(D, block_d))](
+        _embed_backward_kernel[(splits, triton.cdiv(D, block_d))](
             tokens_T, scale_T, dx_TD.contiguous(), parts_SVD, T, tokens_of_split, V, max(triton.next_power_of_2(V), 16), D,
             TOKENS, block_d, num_warps=4, num_stages=3,
         )  # fmt: skip

@@ -34,9 +34,7 @@ PROGRAMS = 528
 
 
 @triton.jit
-def _forward_kernel(
-    x_TD, y_TD, w_D, s_TD, h_TD, r_T, tokens, eps, ADD: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, ROWS: tl.constexpr
-):
+def _norm_kernel(x_TD, y_TD, w_D, s_TD, h_TD, r_T, tokens, eps, ADD: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, D_P2)
     at = row[:, None].to(tl.int64) * D + column[None, :]
@@ -54,7 +52,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _norm_backward_kernel(
     ds_TD,
     dh_TD,
     s_TD,
@@ -106,7 +104,7 @@ def _forward(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) ->
     h_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(T, dtype=torch.float32)
     if T:
         rows, columns = _tile(D, ELEMENTS)
-        _forward_kernel[(triton.cdiv(T, rows),)](
+        _norm_kernel[(triton.cdiv(T, rows),)](
             x_TD, x_TD if y_TD is None else y_TD, weight_D, s_TD, h_TD, r_T, T, eps, y_TD is not None, D, columns, rows, num_warps=8
         )
     return s_TD, h_TD, r_T
@@ -119,7 +117,7 @@ def _backward(ds_TD: Tensor | None, dh_TD: Tensor, s_TD: Tensor, weight_D: Tenso
     rows, columns = _tile(D, BACKWARD_ELEMENTS)
     programs = max(1, min(PROGRAMS, triton.cdiv(T, rows)))
     dx_TD, dw_PD = torch.empty_like(s_TD), s_TD.new_empty(programs, D, dtype=torch.float32)
-    _backward_kernel[(programs,)](
+    _norm_backward_kernel[(programs,)](
         dh_TD if ds_TD is None else ds_TD.contiguous(), dh_TD, s_TD, weight_D, r_T, dx_TD, dw_PD, T, programs,
         ds_TD is not None, D, columns, rows, STAGES, num_warps=4 if columns <= 2048 else 8,
     )  # fmt: skip

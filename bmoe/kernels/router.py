@@ -68,7 +68,7 @@ def _scores(logits, real_expert, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
+def _route_kernel(
     x_TD,
     weight_ED,
     bias_E,
@@ -134,7 +134,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _finish_kernel(
+def _route_finish_kernel(
     counts_BE,
     shares_BE,
     z_B,
@@ -166,7 +166,7 @@ def _finish_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _route_backward_kernel(
     logits_TE,
     experts_TK,
     dweights_TK,
@@ -222,7 +222,7 @@ def _backward_kernel(
 
 
 @triton.jit
-def _input_kernel(
+def _route_input_kernel(
     dlogits_TE,
     weight_ED,
     dthrough_TD,
@@ -253,7 +253,7 @@ def _input_kernel(
 
 
 @triton.jit
-def _weight_kernel(
+def _route_weight_kernel(
     dlogits_TE,
     x_TD,
     partial_SED,
@@ -315,13 +315,13 @@ def router_forward(
     counts_BE = torch.empty(blocks, experts_p2, dtype=torch.int32, device=x_TD.device)
     shares_BE, z_B = new(blocks, experts_p2), new(blocks)
     if blocks:
-        _forward_kernel[(blocks,)](
+        _route_kernel[(blocks,)](
             x_TD.contiguous(), weight_ED, bias_E, real_tokens, logits_TE, experts_TK, weights_TK, counts_BE, shares_BE,
             z_B, tokens, width, experts, experts_p2, top_k, triton.next_power_of_2(top_k), sigmoid, normalize, TOKENS,
             64, num_warps=_warps(experts_p2), num_stages=4,
         )  # fmt: skip
     chunk = max(4096 // experts_p2, 1)
-    _finish_kernel[(1,)](counts_BE, shares_BE, z_B, real_tokens, counts_E, balance, z, blocks, experts, experts_p2, top_k, chunk)
+    _route_finish_kernel[(1,)](counts_BE, shares_BE, z_B, real_tokens, counts_E, balance, z, blocks, experts, experts_p2, top_k, chunk)
     return experts_TK, weights_TK, balance, z, counts_E, logits_TE
 
 
@@ -356,19 +356,19 @@ def router_backward(
     dlogits_TE = torch.empty_like(logits_TE)
     blocks = triton.cdiv(tokens, TOKENS)
     block_t = max(min(2048 // experts_p2, TOKENS), 8)  # more would not fit into registers
-    _backward_kernel[(triton.cdiv(tokens, block_t),)](
+    _route_backward_kernel[(triton.cdiv(tokens, block_t),)](
         logits_TE, experts_TK, dweights_TK.contiguous(), counts_E, dbalance, dz, real_tokens, dlogits_TE, tokens,
         experts, experts_p2, experts_TK.shape[1], sigmoid, normalize, block_t,
         num_warps=_warps(experts_p2),
     )  # fmt: skip
     block_d = 128 if width >= 128 else 64
-    _input_kernel[(blocks, triton.cdiv(width, block_d))](
+    _route_input_kernel[(blocks, triton.cdiv(width, block_d))](
         dlogits_TE, weight_ED, dthrough_TD, dx_TD, tokens, through, width, experts, experts_p2, TOKENS, block_d, num_warps=4
     )
     splits = min(blocks, 32)
     tokens_of_split = triton.cdiv(triton.cdiv(tokens, splits), TOKENS) * TOKENS
     partial_SED = weight_ED.new_empty(splits, experts, width)
-    _weight_kernel[(splits, triton.cdiv(width, block_d))](
+    _route_weight_kernel[(splits, triton.cdiv(width, block_d))](
         dlogits_TE, x_TD, partial_SED, tokens, tokens_of_split, width, experts, experts_p2, TOKENS, block_d,
         num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -14,7 +14,7 @@ COLUMNS = 32
 
 
 @triton.jit
-def _sum_kernel(parts_PW, sum_W, parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_parts_kernel(parts_PW, sum_W, parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, parts, ROWS):
@@ -29,5 +29,5 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if total.numel():
         rows = min(triton.next_power_of_2(max(parts.shape[0], 1)), 128)
-        _sum_kernel[(triton.cdiv(total.numel(), COLUMNS),)](parts, total, parts.shape[0], total.numel(), rows, COLUMNS, num_warps=4)
+        _sum_parts_kernel[(triton.cdiv(total.numel(), COLUMNS),)](parts, total, parts.shape[0], total.numel(), rows, COLUMNS, num_warps=4)
     return total

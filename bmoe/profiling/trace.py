@@ -20,11 +20,11 @@ STEP = "bmoe step"
 
 KINDS = (  # the first pattern that a kernel's name contains decides
     ("optimizer", r"adamw|multi_tensor|foreach|lpnorm"),
-    ("attention", r"flash|fmha|attn|attention"),
+    ("attention", r"flash|fmha|attn|attention|_turn_kernel"),
     ("experts' products", r"group|quack|kernel_cutlass|gatedgemm|gemm_act|gemm_gated"),
     ("other products", r"gemm|nvjet|cutlass|cublas|splitk|_mm_|dot_kernel"),
     ("rounding", r"quantize|cast_transpose|_copies_kernel|amax|^_rows_kernel|^_row_scales|^_weight_kernel"),
-    ("routing, rows of experts", r"_count_kernel|_scan_kernel|_place_kernel|_spread_kernel|_combine_kernel|_slots|sort|_finish_k|topk"),
+    ("routing, rows of experts", r"_count_kernel|_scan_kernel|_place_kernel|_spread_kernel|_combine_kernel|_slots|sort|_route_|topk"),
     ("fused passes", r"triton_"),
     ("copies, fills", r"copy|fill|memcpy|memset|\bcat"),
     ("other passes", r"."),
