@@ -23,7 +23,7 @@ from bmoe.parallel.world import World
 from bmoe.profiling import Subject, open_data
 from bmoe.recipe import Recipe
 from bmoe.training import checkpoint, setup, state
-from bmoe.training.guards import check_replicas
+from bmoe.training.guards import check_replicas, data_checksum
 
 BEFORE, AFTER = 2, 3  # steps before the checkpoint and after it
 TOLERANCE = {"fp32": 1e-5}  # of a loss, relative
@@ -82,7 +82,8 @@ def run(recipe: Recipe, way: tuple[int, int], world: World, shards, folder: Path
                 losses.append(float(here.sum(loss.detach().double().clone())))
                 norms.append(float(norm))
             progress = state.Progress(progress.step + 1, position, progress.tokens)
-    check_replicas(model, optimizer, progress.step, progress.position, here)
+    position = progress.position
+    check_replicas(model, optimizer, progress.step, position, data_checksum(shards, position), here)
     mine = torch.tensor(norms, dtype=torch.float64, device=here.device)
     highest, lowest = here.max(mine.clone()), -here.max(-mine)
     del model, optimizer, take

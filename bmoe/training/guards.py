@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import zlib
 from collections import deque
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bmoe.data.packing import Batch
+from bmoe.data.shards import Shards
 from bmoe.errors import FaultError, RunError
 from bmoe.parallel.world import World
 from bmoe.training.optimizer import AdamW
@@ -27,25 +29,33 @@ def checksum(tensors: list[Tensor]) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
 
 
-def check_replicas(model: nn.Module, optimizer: AdamW, step: int, position: tuple[int, int], world: World) -> None:
+def data_checksum(shards: Shards, position: tuple[int, int]) -> int:
+    """Of one sequence as this rank reads it from its own copy of the shards; another one at every position."""
+    return zlib.crc32(shards.sequence(position[1] % len(shards)).tobytes())
+
+
+def check_replicas(model: nn.Module, optimizer: AdamW, step: int, position: tuple[int, int], data: int, world: World) -> None:
     """Compare what must be equal on several ranks, bit for bit: parameters that are whole on each, buffers, the copies of
-    sharded parameters, and the place in the data. Called before each checkpoint: one pass over the weights is nothing beside
-    writing them, and nothing that has drifted is saved. Collective. Raises RunError naming the rank.
+    sharded parameters, the place in the data, and the data there (`data_checksum`). Called before each checkpoint: one pass
+    over the weights is nothing beside writing them, and nothing that has drifted is saved. Collective. Raises RunError naming
+    the rank.
     """
     if world.size == 1:
         return
     parameters = optimizer.parameters  # the model's own may be gathered at the moment
     whole = [p.data for p in parameters.values() if not hasattr(p, "to_local")] + list(model.buffers())
     parts = [optimizer.master(name) for name, p in parameters.items() if hasattr(p, "to_local")]
-    place = torch.tensor([step, *position], device=world.device)
+    place = torch.tensor([step, *position, data], device=world.device)
     mine = torch.cat([torch.stack([checksum(whole).to(world.device), checksum(parts).to(world.device)]), place])
     table = mine.new_zeros(world.size, mine.numel())
     table[world.rank] = mine
     ranks, copy = world.sum(table).tolist(), world.mesh.copy_group.size()
     for rank, row in enumerate(ranks):
         twin = rank % copy  # the rank of the first replica that holds the same parts
-        if row[2:] != ranks[0][2:]:
+        if row[2:-1] != ranks[0][2:-1]:
             raise RunError(f"step {step}: rank {rank} is at another place in the data than rank 0; are all ranks reading the same shards?")
+        if row[-1] != ranks[0][-1]:
+            raise RunError(f"step {step}: rank {rank} reads another sequence at the same place than rank 0; are all shards copies of one?")
         if row[0] != ranks[0][0] or row[1] != ranks[twin][1]:
             other = 0 if row[0] != ranks[0][0] else twin
             raise FaultError(

@@ -21,7 +21,7 @@ from bmoe.parallel.world import World
 from bmoe.precision.statistics import Recorder, recording
 from bmoe.recipe import Recipe
 from bmoe.training.checkpoint import Checkpoints, newest_whole, torch_facts
-from bmoe.training.guards import Spikes, check_replicas, save_batches
+from bmoe.training.guards import Spikes, check_replicas, data_checksum, save_batches
 from bmoe.training.metrics import MetricsLog, per_layer
 from bmoe.training.optimizer import AdamW, learning_rate
 from bmoe.training.state import Progress, each_tensor
@@ -225,7 +225,8 @@ class Trainer:
     def _save(self) -> None:
         if self.saved_step == self.progress.step:
             return
-        check_replicas(self.model, self.optimizer, self.progress.step, self.progress.position, self.world)
+        step, position = self.progress.step, self.progress.position
+        check_replicas(self.model, self.optimizer, step, position, data_checksum(self.shards, position), self.world)
         meta = {**self.progress.as_meta(), **torch_facts(self.world.device), "world": self.world.size, "valid_loss": self.valid_loss}
         self.checkpoints.save(self.progress.step, each_tensor(self.model, self.optimizer), meta)
         self.saved_step = self.progress.step

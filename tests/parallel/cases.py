@@ -22,7 +22,7 @@ from bmoe.parallel.launch import on_first
 from bmoe.parallel.mesh import build_mesh
 from bmoe.parallel.world import World
 from bmoe.training import setup, state
-from bmoe.training.guards import check_replicas
+from bmoe.training.guards import check_replicas, data_checksum
 from bmoe.training.loop import Trainer
 from bmoe.training.optimizer import AdamW, local
 from bmoe.training.stopping import Limits, Stopping
@@ -205,8 +205,11 @@ def drift(rank: int, size: int, layout: tuple[int, int, int], what: str, culprit
         local(model.blocks[1].ffn.experts.down.data)[0, 0, 0] *= 1.0 + 1e-6
     if rank == culprit and what == "position":
         position = (0, 8)
+    shards = Proteins()
+    if rank == culprit and what == "data":
+        shards.sequence(7)[-1] ^= 1
     try:
-        check_replicas(model, optimizer, 5, position, world)
+        check_replicas(model, optimizer, 5, position, data_checksum(shards, position), world)
     except RunError as error:
         return str(error)
     return "all agree"
@@ -228,6 +231,25 @@ def interrupted(rank: int, size: int, layout: tuple[int, int, int], folder: str)
     trainer._step = step
     outcome = trainer.run(limits)
     return outcome.step, int(outcome.signal)
+
+
+def one_bad_rank(rank: int, size: int, layout: tuple[int, int, int]) -> tuple[int, list[float], bool]:
+    """What a block of rank 1 computes is NaN in step 2 of 3. (steps skipped, norms, whether step 2 left the weights alone)."""
+    recipe = make_recipe(layout)
+    world, model, optimizer = build(rank, size, recipe, torch.float32)
+    trainer = make_trainer(Path("unused"), recipe, Proteins(), model, optimizer, world)
+    poisoned, norms, left_alone = [False], [], False
+    model.final_norm.register_forward_hook(lambda module, inputs, output: output * (torch.nan if poisoned[0] else 1.0))
+    with TrainingLoader(trainer.shards, recipe, Position(0, 0), rank, size) as loader:
+        for step in (1, 2, 3):
+            poisoned[0] = rank == 1 and step == 2
+            before = whole(state.all_tensors(model, optimizer))
+            norms.append(float(trainer._step(loader.next().batches, 0.01, step, Stopping(Limits(), world))[1]))
+            after = whole(state.all_tensors(model, optimizer))
+            same = all(np.array_equal(before[name], after[name]) for name in before if "optimizer.skipped" not in name)
+            left_alone |= same and step == 2
+            assert same == (step == 2)
+    return int(optimizer.skipped), norms, left_alone
 
 
 def decide(rank: int, size: int) -> tuple[str, str]:

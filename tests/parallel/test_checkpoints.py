@@ -71,6 +71,22 @@ def test_resumed_at_another_world_size_in_the_same_order_of_samples(ranks, tmp_p
         assert meta["position"] == runs.checkpoint.read_meta(runs.checkpoint.newest_whole(whole / "checkpoints"))["position"]
 
 
+def test_damage_that_one_rank_finds_is_known_to_all_and_the_one_before_is_taken(ranks, tmp_path):
+    """Each rank compares its share of the files; the run ends as the undisturbed one."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    everywhere(ranks, "part", (1, 1, 2), folder=str(whole), steps=6)
+    everywhere(ranks, "part", (1, 1, 2), folder=str(parts), steps=6, stop_at=4)
+    newest = runs.checkpoint.newest_whole(parts / "checkpoints")
+    file = max(newest.glob("__1_*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    everywhere(ranks, "part", (1, 1, 2), folder=str(parts), steps=6)
+    assert (newest.parent / (newest.name + ".damaged")).is_dir() and newest.name == "step-0000000004"
+    assert_equal_tensors(runs.final_tensors(parts), runs.final_tensors(whole))
+    assert runs.records(parts) == runs.records(whole)
+
+
 def test_a_bf16_run_goes_on_over_two_ranks(ranks, tmp_path):
     """From split masters on one process to fp32 shards on two, and back."""
     options = {"steps": 6, "kind": "bf16", "experts": "grouped", "folder": str(tmp_path)}

@@ -1,5 +1,6 @@
 """What several ranks must agree on: weights of replicas, the last step, the words of a refusal, low-precision runs."""
 
+import numpy as np
 import pytest
 
 
@@ -9,6 +10,7 @@ import pytest
         ("nothing", "agree"),
         ("whole", "weights of rank 1 have drifted from rank 0"),
         ("position", "rank 1 is at another place in the data"),
+        ("data", "rank 1 reads another sequence at the same place than rank 0"),
     ],
 )
 def test_drift_of_whole_parameters_and_places_is_found(ranks, what, words):
@@ -20,6 +22,15 @@ def test_drift_of_whole_parameters_and_places_is_found(ranks, what, words):
 def test_drift_of_a_replica_is_found(ranks, what, words):
     for told in ranks(4).run("drift", layout=(2, 1, 2), what=what, culprit=3):
         assert words in told
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 2), (2, 1, 1)])
+def test_one_rank_that_is_not_finite_has_all_skip_the_step(ranks, layout):
+    found = ranks(2).run("one_bad_rank", layout=layout)
+    assert [(skipped, left_alone) for skipped, _, left_alone in found] == [(1, True)] * 2
+    for norms in zip(*(norms for _, norms, _ in found), strict=True):
+        assert len({repr(norm) for norm in norms}) == 1
+    assert [np.isfinite(norm) for norm in found[0][1]] == [True, False, True]
 
 
 def test_one_rank_that_got_the_signal_stops_all_after_the_next_step(ranks, tmp_path):

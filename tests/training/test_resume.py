@@ -99,3 +99,16 @@ def test_bf16_weights_come_back_with_their_fp32_masters(tmp_path):
     assert_same(whole, parts)
     saved = runs.final_tensors(whole)["model.blocks.0.ffn.experts.gate_up"]
     assert saved.dtype == torch.float32 and not torch.equal(saved, saved.bfloat16().float())
+
+
+def test_a_jump_of_the_loss_is_told_and_the_run_goes_on(tmp_path, monkeypatch):
+    models, build = [], runs.setup.build_model
+    monkeypatch.setattr(runs.setup, "build_model", lambda *arguments: models.append(build(*arguments)) or models[-1])
+
+    def after(record: dict) -> None:
+        if record["step"] == 14:
+            models[0].embedding.data *= 30.0
+
+    watcher = runs.Watcher(after)
+    outcome, _ = runs.train(tmp_path, runs.make_recipe(16, every=100), observer=watcher)
+    assert outcome.finished and len(watcher.notes) == 2 and watcher.notes[0].startswith("step 15: the loss jumped to ")
