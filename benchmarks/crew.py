@@ -15,6 +15,7 @@ from typing import NamedTuple
 from bmoe.errors import RequestError, RunError
 
 NOT_RUN = "not run: the time limit came first"
+PATIENCE = 20.0  # seconds to wait for memory that others use, before an order is tried all the same
 ENDED = "its process ended; the reason is on stderr"
 
 
@@ -57,12 +58,21 @@ class Crew:
     """Workers by name; they follow orders until the deadline.
 
     `make(what, device)` builds a worker in its process; it has methods that take keywords and return dicts, and `drop`, which frees
-    what it holds. `kinds`: name -> what.
+    what it holds. `kinds`: name -> what. `room_gib`: of the device for all orders together; `free_gib()`: what nobody uses of it now.
     """
 
-    def __init__(self, make: Callable, kinds: dict[str, str], device: str, deadline: float, case_limit: float, room_gib: float):
+    def __init__(
+        self,
+        make: Callable,
+        kinds: dict[str, str],
+        device: str,
+        deadline: float,
+        case_limit: float,
+        room_gib: float,
+        free_gib: Callable[[], float] = lambda: float("inf"),
+    ):
         self.make, self.kinds, self.device = make, kinds, device
-        self.deadline, self.case_limit, self.room_gib = deadline, case_limit, room_gib
+        self.deadline, self.case_limit, self.room_gib, self.free_gib = deadline, case_limit, room_gib, free_gib
         self.context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = {}, {}
         for name in kinds:
@@ -81,11 +91,15 @@ class Crew:
     def follow(self, orders: list[Order]) -> Iterator[tuple[Order, dict]]:
         """Every order with its result, as they come. A worker does one at a time, its own in their sequence; several workers
         at once as far as memory allows."""
-        waiting, active = list(orders), {}
+        waiting, active, idle_since = list(orders), {}, time.monotonic()
         while waiting or active:
-            self._hand_out(waiting, active)
-            if not active:  # the deadline has passed
+            self._hand_out(waiting, active, patient=time.monotonic() < idle_since + PATIENCE)
+            if not active and time.monotonic() >= self.deadline:
                 break
+            if not active:  # others use the device: wait for them a while
+                time.sleep(1.0)
+                continue
+            idle_since = time.monotonic()
             first = min(self.deadline, *(began + self.case_limit for _, began in active.values()))
             ready = wait([self.pipes[name] for name in active], max(0.0, first - time.monotonic()))
             for name in [name for name in active if self.pipes[name] in ready]:
@@ -102,11 +116,12 @@ class Crew:
         for order in waiting:
             yield order, {"problem": NOT_RUN}
 
-    def _hand_out(self, waiting: list[Order], active: dict) -> None:
+    def _hand_out(self, waiting: list[Order], active: dict, patient: bool) -> None:
         seen = set(active)
         for order in list(waiting):
-            used = sum(other.gib for other, _ in active.values())
-            if time.monotonic() < self.deadline and order.name not in seen and (not active or used + order.gib <= self.room_gib):
+            fits = sum(other.gib for other, _ in active.values()) + order.gib <= self.room_gib and order.gib <= self.free_gib()
+            alone = not active and not patient
+            if time.monotonic() < self.deadline and order.name not in seen and (fits or alone):
                 self.pipes[order.name].send((order.method, order.arguments))
                 active[order.name] = order, time.monotonic()
                 waiting.remove(order)

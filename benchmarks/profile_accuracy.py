@@ -14,8 +14,8 @@ steps     roofline: time of undisturbed steps against the prediction for this ch
 
 Every shape has a process of its own, which is started anew if a case ends it or takes longer than `--case-limit`. Cases run
 beside each other as far as their memory fits, since neighbours change nothing in what one allocates; whatever is timed runs
-alone. Every result is printed and written when it comes. What the time limit leaves out is listed as not run. On a CPU
-nothing can be compared, and tiny shapes only try the path.
+alone. Other work on the GPU is waited for as far as memory goes. Every result is printed and written when it comes. What the
+time limit leaves out is listed as not run. On a CPU nothing can be compared, and tiny shapes only try the path.
 
 Matrices are drawn on the device, so the models are not those of training bit for bit: the CPU would need most of the time.
 """
@@ -347,7 +347,13 @@ def measure_memory(crew: Crew, report: Report, kinds: list[str]) -> None:
             for recompute in RECOMPUTE:
                 case = Case(kind, recompute, False, 2)
                 orders.append(Order(name, "memory", {"case": case}, needed_gib(shape, case)))
+    again = []
     for order, found in crew.follow(orders):
+        if found.get("problem", "").startswith("OutOfMemoryError"):
+            again.append(order)
+        else:
+            report.add("memory", {"shape": order.name, **order.arguments["case"]._asdict(), **found})
+    for order, found in crew.follow(again):  # others may have needed the memory
         report.add("memory", {"shape": order.name, **order.arguments["case"]._asdict(), **found})
     report.phase("memory")
 
@@ -401,12 +407,16 @@ def main() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     kinds = arguments.precisions.split(",") if cuda else ["fp32"]
     room = 0.9 * torch.cuda.get_device_properties(0).total_memory / memory.GIB if cuda else float("inf")
+
+    def free() -> float:
+        return torch.cuda.mem_get_info()[0] / memory.GIB if cuda else float("inf")
+
     report = Report(arguments.json, cuda, arguments.device, began)
     halves = (("memory", WHOLE if cuda else TINY), ("steps", SHAPES if cuda else TINY))
     for half, shapes in halves:
         if arguments.only in (None, half):
             wanted = {n: s for n, s in shapes.items() if not arguments.shapes or any(part in n for part in arguments.shapes.split(","))}
-            crew = Crew(Worker, wanted, arguments.device, began + arguments.limit, arguments.case_limit, room)
+            crew = Crew(Worker, wanted, arguments.device, began + arguments.limit, arguments.case_limit, room, free)
             try:
                 if half == "memory":
                     measure_memory(crew, report, kinds)
