@@ -58,6 +58,9 @@ def test_what_a_part_achieves_against_its_ceilings(recipe_of):
     assert found["experts gemm 1"]["bound"] == "memory"
     measure.achieved(found, recipe, 33, load, {"matmul_tflops": 1.0, "low_matmul_tflops": 2.0, "copy_gb_per_s": 1e6})
     assert found["experts gemm 1"]["ceiling_share"] == pytest.approx(gemm["flops"] / 2e12 / 1e-3)
+    rows = recipe_of(precision={"kind": "fp8_row"})  # its weight gradients, a third, are bf16
+    measure.achieved(found, rows, 33, load, {"matmul_tflops": 1.0, "low_matmul_tflops": 2.0, "copy_gb_per_s": 1e6})
+    assert found["experts gemm 1"]["ceiling_share"] == pytest.approx(gemm["flops"] * (1 / 3 + 2 / 3 / 2) / 1e12 / 1e-3)
 
 
 def test_later_steps_widen_the_bounds():
