@@ -187,6 +187,11 @@ def break_on_purpose(how: str, model, optimizer: AdamW):
     if how == "norm over own shards":
         optimizer.reduce = lambda x: x
         return lambda: None
+    if how == "unshifted expert index":  # every rank holds the first experts
+        for name, p in model.named_parameters():
+            if ".experts." in name:
+                dist.broadcast(local(p.data), src=0)
+        return lambda: None
     if how == "experts in the wrong order":
         kept = dispatch._experts_of_rows
         dispatch._experts_of_rows = lambda counts, rows: kept(counts, rows).flip(0)

@@ -87,7 +87,10 @@ def test_float32_equals_one_process_to_rounding(ranks, one, layout):
         assert worst(got["gradients"], want["gradients"])[0] < 1e-5
 
 
-@pytest.mark.parametrize("fault", ["expert gradient twice", "norm over own shards", "experts in the wrong order", "gradients averaged"])
+@pytest.mark.parametrize(
+    "fault",
+    ["expert gradient twice", "norm over own shards", "unshifted expert index", "experts in the wrong order", "gradients averaged"],
+)
 def test_the_comparison_sees_faults(ranks, one, fault):
     want = one()
     got = ranks(2).run("train", layout=(1, 1, 2), sabotage=fault)[0]
