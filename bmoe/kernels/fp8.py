@@ -256,7 +256,10 @@ def _weight_kernel(
 
 
 def quantize_weight(w_EOI: Tensor, interleave: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """(q_EOI, its transpose q_EIO, scale_E fp32); with `interleave`, output 2f is the gate f and 2f + 1 the up f of [gate; up]."""
+    """(q_EOI, its transpose q_EIO, scale_E fp32) of bf16 weights; with `interleave`, output 2f is the gate f and 2f + 1 the up f
+    of [gate; up]. Raises TypeError for another dtype: Triton 3.6 misplaces E4M3 numbers that it rounds from fp32 and transposes."""
+    if w_EOI.dtype != torch.bfloat16:
+        raise TypeError(f"weights are quantised from bf16, and these are {w_EOI.dtype}")
     E, outputs, inputs = w_EOI.shape
     w_EOI = w_EOI.contiguous()
     parts = max(1, min(128, triton.next_power_of_2(1024 // E)))

@@ -24,8 +24,8 @@ class Machine:
     te_problem: str | None = None  # why it does not, in one line
     cublas_lt: tuple[int, int] | None = None  # version that Transformer Engine sees
     cudnn_frontend: tuple[int, ...] | None = None
-    quack: tuple[int, ...] | None = None  # version of quack-kernels
     fused_switch: bool = False  # NVTE_CUTEDSL_FUSED_GROUPED_MLP is set
+    quack: tuple[int, ...] | None = None  # version of quack-kernels
 
 
 def version_of(text: str) -> tuple[int, ...]:

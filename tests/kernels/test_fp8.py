@@ -75,6 +75,7 @@ def test_the_backward_of_the_activation_equals_its_twin(dtype, width, experts, k
 def test_weights_equal_the_twin(interleave, experts, outputs, inputs):
     torch.manual_seed(outputs)
     w_EOI = torch.randn(experts, outputs, inputs, device=DEVICE) * torch.logspace(-3, 0, experts, device=DEVICE)[:, None, None]
+    w_EOI = w_EOI.bfloat16()
     actual, expected = fp8.quantize_weight(w_EOI, interleave), fp8.quantize_weight_reference(w_EOI, interleave)
     same_numbers(actual[0], expected[0])
     same_numbers(actual[1], expected[1])
