@@ -13,7 +13,8 @@ No atomics: the same bits on every run. Moments are rounded as torch rounds them
 twin's bit for bit; weights differ from it in the last bits of the update, whose division and root are the fast ones.
 
 The addresses of gradients change from step to step unless a CUDA graph holds them. `locate` compares them with the table and
-sends a new one from pinned memory, in the background, only if any moved; a recording reads the table that it was made with.
+sends a new one from pinned memory, in the background, only if any moved. A recording reads whatever the table holds when it is
+replayed, so who replays it sends the addresses of its time again if a step outside of it has changed them.
 """
 
 import math
@@ -260,8 +261,11 @@ class Fused:
             if not all(tensor is None or tensor.is_contiguous() for tensor in p):
                 raise ValueError("the fused AdamW takes contiguous tensors")
         addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in p] for p in parameters]
-        if addresses == self.addresses:
-            return
+        if addresses != self.addresses:
+            self.send(addresses)
+
+    def send(self, addresses: list[list[int]]) -> None:
+        """Work at these addresses until the next call, as `addresses` held them before."""
         self.addresses = addresses
         table_P5 = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.table_P5.copy_(table_P5, non_blocking=True)  # torch keeps pinned memory until such a copy has read it

@@ -54,6 +54,7 @@ class Graphs:
         self.update_graph: torch.cuda.CUDAGraph | None = None
         self.flat = self.norm = None
         self.gradients: list[Tensor | None] = []
+        self.located: list[list[int]] | None = None
 
     def backward(self, batch: Batch, totals: Tensor, jitter_key: int | None) -> Tensor:
         """Forward and backward of a batch on the CPU; returns what `losses` does."""
@@ -82,6 +83,8 @@ class Graphs:
             if self.update_graph is None:
                 self.optimizer.locate()
                 self.update_graph, self.norm = self._record(self.optimizer.update)
+                self.located = self.optimizer.located
+            self.optimizer.located = self.located  # a step outside of the recording may have been elsewhere
             self.update_graph.replay()
             return self.norm.clone()
 

@@ -140,6 +140,16 @@ class AdamW:
         if self.fused:
             self.fused.locate([self._tensors(name, self._packed(name)) for name in self.parameters])
 
+    @property
+    def located(self) -> list[list[int]] | None:
+        """Where the kernels look for the tensors of a step; a value of before can be set again."""
+        return self.fused.addresses if self.fused else None
+
+    @located.setter
+    def located(self, addresses: list[list[int]] | None) -> None:
+        if self.fused and addresses is not self.fused.addresses:
+            self.fused.send(addresses)
+
     def _packed(self, name: str) -> Tensor:
         """A gradient as the kernels take it: itself, or a contiguous copy in a place of its own."""
         gradient = self.gradient(name)

@@ -107,6 +107,25 @@ def test_what_changes_from_step_to_step_reaches_a_replay(batches):
     assert moved_at(1e-3) and int(subject.optimizer.attempted) == 15
 
 
+def test_an_eager_update_between_replays_changes_nothing_for_them():
+    """Profiles take steps outside of the recording; the next replay must update with its own gradients again."""
+    subject = stepper(True, 1)
+    run(subject, 8)
+    assert subject.graphs.update_graph is not None
+    with TrainingLoader(RealLengths(400), subject.recipe, Position(0, 0), pin=True) as loader:
+        batch = loader.next().batches[0]
+    totals = torch.tensor([batch.targets, int(batch.real_tokens), 0, 0])
+    subject.backward(batch, totals)
+    before = float(subject.update(0.0))
+    plain = Stepper(subject.recipe, subject.model, subject.optimizer, subject.device)
+    plain.graphs = None
+    plain.backward(batch, totals)
+    plain.update(0.0)
+    blocks = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(8)]  # where the eager gradients were
+    subject.backward(batch, totals)
+    assert float(subject.update(0.0)) == pytest.approx(before, rel=1e-3) and len(blocks) == 8
+
+
 def test_a_batch_with_more_segments_is_recorded_anew():
     subject, eager = stepper(True, 1), stepper(False, 1)
     with TrainingLoader(RealLengths(400), subject.recipe, Position(0, 0), pin=True) as loader:

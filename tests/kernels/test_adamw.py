@@ -123,6 +123,20 @@ def test_gradients_may_move():
         parameters = moved
 
 
+def test_addresses_of_before_can_be_set_again():
+    """What a replayed update needs after a step outside of its recording."""
+    parameters = mixed()
+    fused = adamw_triton.Fused(parameters, [0.0] * len(parameters), [False] * len(parameters), False)
+    fused.locate(parameters)
+    recorded = fused.addresses
+    elsewhere = [p._replace(gradient=torch.full_like(p.gradient, math.nan)) for p in parameters]
+    fused.locate(elsewhere)
+    assert not fused.squares()[1].isfinite()
+    fused.send(recorded)
+    wanted = sum(float(p.gradient.double().square().sum()) for p in parameters)
+    assert float(fused.squares()[1]) == pytest.approx(wanted, rel=1e-6)
+
+
 def test_sums_of_squares_of_sharded_and_whole_parameters():
     parameters = mixed()
     sharded = [i % 2 == 0 for i in range(len(parameters))]
