@@ -62,7 +62,7 @@ def assert_same_step(got: Tensors, want: Tensors) -> None:
         else:
             assert same_bits(a, b)
     masters = [p.weight if p.low is None else adamw.join_master(p.weight, p.low) for p in (got, want)]
-    torch.testing.assert_close(*masters, rtol=2e-7, atol=1e-9)
+    torch.testing.assert_close(*masters, rtol=2e-7, atol=1e-7)  # an update is 1e-3
 
 
 def mixed() -> list[Tensors]:

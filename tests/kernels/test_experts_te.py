@@ -14,6 +14,8 @@ from bmoe.errors import RequestError  # noqa: E402
 from bmoe.model.experts import build_experts, te  # noqa: E402
 from bmoe.precision.machine import Machine  # noqa: E402
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors on the CPU need Triton's interpreter")
+
 HOPPER = Machine("NVIDIA H200", (9, 0), (13, 0), (2, 20, 2), None, (13, 8), (1, 29), True)
 BLACKWELL = Machine("NVIDIA B200", (10, 0), (13, 0), (2, 20, 2), None, (13, 8), (1, 29), True)
 
