@@ -15,6 +15,10 @@ The weight gradients contract over rows, along which a scale by row is not const
 accumulator, which has 14 bits on Hopper, is added to fp32 registers. That doubles the registers of a tile, so tiles are
 smaller than those of bf16.
 
+Measured on an H200, T = 16,384, D 2048, F 5632, 8 experts (kernel times in a replayed layer): up 1,119 TFLOP/s, down and dup
+together 1,398, where bf16 has 735 and 738. Tiles tried: 128x96, 128x128 and 64x192 ping-pong, 128x128, 128x160, 128x192,
+192x128, 256x64 and 256x96 cooperative; ping-pong 128x128 spills.
+
 The backward of the activation is no epilogue here: an epilogue of ddown that reads h and writes dh and aw runs at 380-530
 TFLOP/s in either precision (H200), which is most of what FP8 would gain, and dh must be read again to be quantised.
 """

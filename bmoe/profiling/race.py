@@ -65,6 +65,7 @@ class Ours:
     def __init__(self, subject: Subject, take: Take, shards, world: World, counts: Counts, resident: int = 0):
         self.subject, self.take, self.shards, self.world, self.counts, self.resident = subject, take, shards, world, counts, resident
         self.name = f"bmoe-{subject.recipe.backend.experts}"
+        self.reached = 0  # bytes that its steps have taken before, such as those that a CUDA graph was recorded from
 
     def steps(self, form: str, first: bool) -> list[Step]:
         self.subject.model.train()
@@ -115,7 +116,7 @@ class Lane:
     def __init__(self, contestant: Contestant, form: str, routing: str):
         self.contestant, self.form, self.routing = contestant, form, routing
         self.passes: list[list[Step]] = []
-        self.peak = 0
+        self.peak = contestant.reached if isinstance(contestant, Ours) else 0
         self.out_of_memory = False
 
     @property

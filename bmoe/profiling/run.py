@@ -258,6 +258,7 @@ def profile(
     if device.type == "cuda" and kind in predict.LOW and not recipe.precision.emulate:
         ceiling["low_matmul_tflops"] = ceilings.eight_bits(device)
     results |= _measured(recipe, built, shards, device, steps, ceiling, trace)
+    built.reached = int((results["memory"]["measured_peak"] or 0) * memory.GIB)
     results["predicted"] = predictions(recipe, shards, here.device)
     for chip in results["predicted"].values():
         if chip["this_machine"]:
