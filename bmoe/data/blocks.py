@@ -12,7 +12,7 @@ from bmoe.errors import RequestError
 
 TARGET = 2 << 20  # enough that what Python does for each block hardly counts
 FRAGMENT = 1 << 20
-LIMIT = 32 << 20  # more than TARGET plus the largest chunk of a stream
+LIMIT = 16 << 20  # more than TARGET plus the largest chunk of a stream
 BOM = b"\xef\xbb\xbf"
 
 

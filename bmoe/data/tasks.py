@@ -14,6 +14,7 @@ from bmoe.errors import RequestError
 
 UNIT = TARGET  # bytes of a range
 CHUNK = 1 << 20
+RECORD = (b"\n>", b"\r>")  # where a record begins
 MARGIN = 16 << 10  # bytes in which the next record is looked for first
 
 
@@ -124,6 +125,8 @@ def pieces(task: Task, reader, slot: Slot | None = None) -> Iterator[Piece]:
         near, after = (first_record(bytes(data[at : at + MARGIN]), 0) for at in (0, size))
         if near >= 0 and after >= 0:  # nearly always: then exactly these records are read
             return iter((Piece(data[near : size + after], base + size + after),)) if near < size + after else iter(())
+        if near < 0 and not slot.holds(RECORD, within(base), within(base) + min(size + 1, len(data))):
+            return iter(())  # within a long record
     return cut(_read(reader, max(task.begin - 1, 0), task.end), task.begin, task.end, target=2 * UNIT)
 
 

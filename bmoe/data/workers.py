@@ -15,12 +15,14 @@ from bmoe.data.batch import Batch, Builder, Carry, duplicate_notes
 from bmoe.data.blocks import Piece
 from bmoe.data.bulk import Bulk, Plan, Read
 from bmoe.data.digests import Digest, Inputs
-from bmoe.data.slots import Slot, Slots
+from bmoe.data.slots import Slot, Slots, return_large_blocks
 from bmoe.data.summary import Note, Refused, Summary
 from bmoe.data.tasks import CHUNK, MARGIN, UNIT, Task
 from bmoe.data.tasks import Plan as Tasks
 
+MOST = 12  # threads that parse: so many are faster than the hashes, which take a file from its beginning to its end
 AHEAD = 1  # tasks parsed or being parsed, beyond one for each thread: what waits here is not in the cache any more
+WEIGHT, WEIGHT_DNA, RECORD = 3, 8, 110  # memory for a byte of input, of DNA, and for a record: measured
 WRITING = 1  # batches that wait to be written
 Event = tuple[Task, Summary | Refused | None]  # None: the task is done
 
@@ -30,9 +32,12 @@ class Workers:
 
     def __init__(self, out: Path, tasks: Tasks, builder: Builder, workers: int, inputs: Inputs | None):
         self._tasks, self._builder = tasks, builder
+        return_large_blocks()
         self._slots = Slots(UNIT + CHUNK + MARGIN)
         self._bulk = Bulk(out, inputs, self._slots)
+        workers = min(workers, MOST)
         self._ahead = workers + AHEAD
+        self._weight = WEIGHT_DNA if builder.options.dna else WEIGHT
         self._parsers, self._writer = ThreadPoolExecutor(workers), ThreadPoolExecutor(1)
         self._batch: tuple[Batch, Read] | None = None
         self._writing: deque[tuple[Future, list[Note]]] = deque()
@@ -41,11 +46,13 @@ class Workers:
         """Summaries in order; call `apply` with the plan of each before the next."""
         waiting: deque[tuple[Task, Future]] = deque()
         streams = not all(self._tasks.ranged(source) for source in range(len(self._tasks.sources)))
-        with contextlib.closing(ahead(tasks, 4) if streams else tasks) as tasks_ahead:
+        with contextlib.closing(ahead(tasks, 2) if streams else tasks) as tasks_ahead:
             while True:
-                while len(waiting) < self._ahead and (task := next(tasks_ahead, None)) is not None:
+                while len(waiting) < self._ahead and self._slots.room(wait=not waiting) and (task := next(tasks_ahead, None)) is not None:
                     before = waiting[-1][1] if task.piece is not None and task.piece.continued and waiting else None
-                    waiting.append((task, self._parsers.submit(self._begin, task, before)))
+                    if task.piece is not None:
+                        self._slots.weigh(self._weight * len(task.piece.data))
+                    waiting.append((task, self._parsers.submit(self._begin, task, before, self._slots.take())))
                 if not waiting:
                     return
                 task, future = waiting.popleft()
@@ -62,9 +69,10 @@ class Workers:
                 if following is None:
                     yield task, None
 
-    def _begin(self, task: Task, before: Future | None) -> tuple[tuple[Batch, Read] | None, Carry | None, Iterator[Piece], Piece | None]:
+    def _begin(
+        self, task: Task, before: Future | None, slot: Slot
+    ) -> tuple[tuple[Batch, Read] | None, Carry | None, Iterator[Piece], Piece | None]:
         """The first batch of a task; `before`: the work on the task whose record goes on in this one."""
-        slot = self._slots.take()
         pieces = self._tasks.pieces(task, slot)
         piece = next(pieces, None)
         if piece is None:
@@ -74,6 +82,7 @@ class Workers:
 
     def _build(self, task: Task, pieces: Iterator[Piece], piece: Piece, carry: Carry | None, slot: Slot):
         batch, carry = self._builder.build(piece, carry, slot)
+        self._slots.weigh(self._weight * len(piece.data) + RECORD * batch.summary.records)
         return (batch, Read(task.source, piece, slot)), carry, pieces, next(pieces, None)
 
     def apply(self, plan: Plan) -> None:

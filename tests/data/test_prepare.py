@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -678,15 +677,48 @@ def test_lengths_are_exact_however_long(tmp_path):
     assert Lengths().summary() == {"mean": 0.0, "quantiles": {}, "histogram": []}
 
 
-def test_memory_does_not_grow_with_the_input(tmp_path):
-    """A shared floor of this process is taken off; the limit of 400 MB holds for the whole of a small process (docs/prepare.md)."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    record = b">UniRef50_%09d name\n" + b"MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVK\n" * 4
-    with open(tmp_path / "in.fasta", "wb") as file:
-        for k in range(0, 200_000, 1000):
-            file.write(b"".join(record % (k + n) for n in range(1000)))
-    prepare([str(tmp_path / "in.fasta")], tmp_path / "out", PrepareOptions(dedup=False))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 250_000  # KiB
+MEASURED = """
+import sys
+from bmoe.data.prepare import PrepareOptions, prepare
+name, out, alphabet, workers = sys.argv[1:]
+prepare([name], out, PrepareOptions(alphabet=alphabet, dedup=False), workers=int(workers))
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def proteins_of(length: int, count: int) -> bytes:
+    """Records of that length, in lines of 60, under names of their own."""
+    lines = ("A" * 60 + "\n") * (length // 60) + "A" * (length % 60) + "\n"
+    return "".join(f">UniRef50_{k:09d}\n{lines}" for k in range(count)).encode()
+
+
+def chromosomes(length: int, count: int) -> bytes:
+    """Records of that many bases, runs of lower case, in lines of 60."""
+    line = b"ACGTACGGTACCA" * 5
+    lines = b"".join((line[:60].lower() if k // 50 % 2 else line[:60]) + b"\n" for k in range(length // 60))
+    return b"".join(b">c%d\n" % k + lines for k in range(count))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what a process took")
+@pytest.mark.parametrize("workers", [1, 64])
+@pytest.mark.parametrize(
+    "kind, alphabet, make",
+    [
+        ("plain", "protein", lambda: proteins_of(240, 200_000)),
+        ("plain", "protein", lambda: proteins_of(3, 1_000_000)),
+        ("plain", "dna", lambda: chromosomes(30_000_000, 3)),
+        ("gzip", "dna", lambda: chromosomes(15_000_000, 5)),
+    ],
+    ids=["proteins", "tiny records", "chromosomes", "packed chromosomes"],
+)
+def test_a_process_stays_below_400_mb_without_deduplication(kind, alphabet, make, workers, tmp_path):
+    """Whatever the records and the number of workers; measured as the system counts it, in a process of its own."""
+    name, data = tmp_path / "in", make()
+    name.write_bytes(gzip.compress(data, 1) if kind == "gzip" else data)
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+    command = [sys.executable, "-c", MEASURED, str(name), str(tmp_path / "out"), alphabet, str(workers)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert int(done.stdout) * 1024 < 400e6, done
 
 
 def test_names_are_hashed_alike_wherever_they_stand():
