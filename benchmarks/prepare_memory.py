@@ -58,7 +58,7 @@ def main() -> None:
         for millions in options.millions:
             generate(path, int(millions * 1e6))
             peak = {}
-            for dedup, workers in ((False, 1), (True, 1), (False, 2), (True, 2), (False, 8)):
+            for dedup, workers in ((False, 1), (True, 1), (False, 2), (True, 2), (False, 8), (False, 64)):
                 answer = context.Queue()
                 process = context.Process(target=measure, args=(path, out, dedup, workers, answer))
                 begun = time.perf_counter()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
-from bmoe.data import blocks, compression, tasks
+from bmoe.data import blocks, compression, digests, tasks
 from bmoe.data.alphabet import protein
 from bmoe.data.fasta import codes_of, parse
 from bmoe.data.hashing import name_hashes
@@ -622,6 +622,23 @@ def test_dry_run_leaves_nothing_and_predicts_a_small_input_exactly(proteins, tmp
     assert predicted["predicted"]["records_kept"] == real["records_kept"] and predicted["dry_run"]
     size = sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
     assert abs(predicted["predicted"]["bytes"] - size) < 500  # the names in the manifest differ
+
+
+@pytest.mark.parametrize("kind", ["plain", "gzip"])
+def test_dry_run_reads_only_the_beginning(kind, tmp_path, monkeypatch):
+    """Not even for a hash: an input may have terabytes."""
+    monkeypatch.setattr("bmoe.data.prepare.DRY_RUN", 300_000)
+    monkeypatch.setattr(tasks, "UNIT", 50_000)
+    monkeypatch.setattr(compression, "CHUNK", 20_000)
+    monkeypatch.setattr(blocks.cut, "__defaults__", (50_000, blocks.LIMIT, 50_000))
+    name, count = tmp_path / "in.fasta", []
+    text = gzip.decompress(MANY.read_bytes()) * 4
+    name.write_bytes(text if kind == "plain" else gzip.compress(text, 1))
+    for what, real in (("pread", os.pread), ("preadv", os.preadv)):
+        monkeypatch.setattr(os, what, lambda *rest, real=real: count.append(real(*rest)) or count[-1])
+    monkeypatch.setattr(digests.Inputs, "__init__", lambda *_: pytest.fail("the whole input is hashed"))
+    dry = prepare([str(name)], tmp_path / "out", OPTIONS, dry_run=True)
+    assert dry["share_read"] < 0.3 and sum(n if isinstance(n, int) else len(n) for n in count) < 0.3 * len(text)
 
 
 @pytest.mark.parametrize("kind", ["plain", "gzip"])
