@@ -3,7 +3,7 @@
 1. Each rank keeps E / expert of every MoE layer's experts, and `dispatch` brings it their tokens.
 2. FSDP2 shards each block's matrices over data_shard x expert, and each rank's experts over data_shard; with replicas, both
    as HSDP. A unit is a block, its experts where they have a mesh of their own (expert parallelism), or the root (embedding
-   and head): few, because each costs the host 0.5 to 1 ms a pass.
+   and head): few, because each takes time of the host, and one inside a block cuts its compiled graph.
 3. Vectors and the router stay whole and fp32 on every rank: they are below 0.1 % of the parameters, and FSDP2 gathers one
    unit in one dtype. The optimizer sums their gradients once a step.
 
