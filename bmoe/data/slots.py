@@ -51,10 +51,12 @@ class Slot:
 
 
 def return_large_blocks() -> None:
-    """Have the C library give arrays of LARGE and more back to the system when they are freed, where it is glibc: once it has seen one, it
-    would keep up to 64 MB for every thread (mallopt(3), M_MMAP_THRESHOLD)."""
+    """Have the C library, where it is glibc, give arrays of LARGE and more back when they are freed: once it has seen one, it
+    would keep up to 64 MB for every thread (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD)."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another library, or none that can be asked
-        ctypes.CDLL(None).mallopt(-3, LARGE)
+        library = ctypes.CDLL(None)
+        library.mallopt(-3, LARGE)
+        library.mallopt(-1, LARGE)
 
 
 class Slots:

@@ -46,7 +46,7 @@ class Workers:
         """Summaries in order; call `apply` with the plan of each before the next."""
         waiting: deque[tuple[Task, Future]] = deque()
         streams = not all(self._tasks.ranged(source) for source in range(len(self._tasks.sources)))
-        with contextlib.closing(ahead(tasks, 2) if streams else tasks) as tasks_ahead:
+        with contextlib.closing(ahead(tasks, 4) if streams else tasks) as tasks_ahead:
             while True:
                 while len(waiting) < self._ahead and self._slots.room(wait=not waiting) and (task := next(tasks_ahead, None)) is not None:
                     before = waiting[-1][1] if task.piece is not None and task.piece.continued and waiting else None
