@@ -23,7 +23,8 @@ GIB = 2**30
 
 
 def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, float]:
-    """Bytes that one block keeps for the backward pass, and bytes that it would keep without recomputation.
+    """Bytes that one block keeps for the backward pass, and the most that recomputation brings back at one time: the feed-forward's
+    or the attention's, one after the other.
 
     Streams are [T, D]: x, its norm, attention's output; x after attention, its norm h. Compiled blocks recompute casts,
     cleaned copies and activations from their inputs.
@@ -36,7 +37,7 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
     attention = 3 * stream + qkv + T * model.heads * 4
     if backend.attention in ("sdpa", "flash"):
         attention += (qkv + stream) / 2  # rotated queries and keys beside the projection, whose values are a view of it
-    elif not compiled:
+    else:
         attention += stream + (qkv if model.qk_norm else 0)  # the output before its tail is cleaned; inputs of the heads' norms
     widened = model.norm == "layernorm" and b == 2 and not compiled  # it keeps its input in fp32 instead
     normed = T * D * 4 if widened else stream
@@ -58,7 +59,11 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
         h = stream if shares_h or not copied else 0
     full = attention + normed + h + routing + inside
     again = {"none": 0.0, "experts": 0.0 if dense else inside, "full": full - 2 * stream - routing}
-    return full - again[backend.recompute], full
+    back = {"none": 0.0, "experts": again["experts"], "full": max(inside, again["full"] - inside)}
+    held = 0.0
+    if not dense and backend.experts == "te" and backend.recompute != "none":
+        held = 2 * N * D * b  # rows in and out hang on a node of the graph, where recomputation does not see them
+    return full - again[backend.recompute] + held, back[backend.recompute]
 
 
 def _dense_rows(ffn: str, T: int, hidden: int, b: int, compiled: bool) -> float:
@@ -140,10 +145,14 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     rows = load.real * model.moe.top_k if model.moe else load.tokens
     hidden = model.moe.expert_width if model.moe else (model.ffn_width or default_ffn_width(model.ffn, model.width))
     gates = 2 if model.ffn == "swiglu" else 1
-    one_block = max(full - some for some, full in block.values()) + rows * ((gates + 2) * hidden + 2 * model.width) * b
-    if recipe.precision.emulate and model.moe:
-        one_block += rows * gates * hidden * b  # the gradient of h is there twice more, rounded along rows and down columns
     largest = p.experts / max(1, model.layers - dense_layers) if model.moe else p.dense / model.layers
+    own = model.moe and recipe.backend.experts == "triton"
+    if own:  # the gradient of h beside the weighted activation, or beside the weights' gradients and that of the rows
+        passing = rows * gates * hidden * b + max(rows * hidden * b, largest / expert * b + rows * model.width * b)
+    else:
+        more = 0 if model.moe is None and recipe.backend.compile is True else 2  # a compiled dense layer passes the gradient of h only
+        passing = rows * ((gates + more) * hidden + 2 * model.width) * b + (largest / expert * b if sums else 0.0)
+    one_block = max(back for _, back in block.values()) + passing
     gathered = 2 * (p.dense / model.layers + largest / expert) * b if several else 0.0
     unit = p.dense + p.experts / expert
     if several and chip and unit * (b + 4) <= chip.memory_gib * GIB / 4:
@@ -152,7 +161,7 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     end_of_forward = kept + head
     # Gradients appear while activations go, both about linearly, so the larger end decides.
     end_of_backward = kept / model.layers + gradients_alive
-    workspace = one_block + gathered + (largest / expert * b if sums else 0.0) + CUBLAS
+    workspace = one_block + gathered + CUBLAS
     if model.moe and recipe.backend.experts == "te":  # its gradients are stacked into one tensor
         workspace += TE_CUBLAS + largest / expert * b
     elif model.moe and eight_bits(recipe):

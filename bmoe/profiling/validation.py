@@ -20,6 +20,7 @@ from bmoe.recipe import Recipe
 
 MEASURED_ON = "h200"
 EXPERTS = ("router", "dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")
+PROTEINS = Load(16384, 16217, 7973417, 2432)  # of UniRef90's lengths
 FULL, TARGETS = Load(16384, 16384, 16384 * 1024.0, 2458), Load(16384, 16384, 16384 * 1024.0, 16368)
 
 
@@ -93,6 +94,7 @@ LAYERS = (
     Layer(1280, 20, (64, 8, 768), "te", 45.4e-3, "fp8_current"),
 )
 
+_FLASH = "backend.experts=triton backend.attention=flash"
 _DECODER = "esm2_moe model.kind=decoder objective.kind=clm model.tie_head=false backend.experts=triton"
 _SMALL = f"{_DECODER} model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816"
 STEPS = (
@@ -102,6 +104,24 @@ STEPS = (
         f"{_DECODER} model.layers=8 model.moe.experts=64 model.moe.top_k=8 model.moe.expert_width=768 backend.attention=flash",
         TARGETS,
         66.4e-3,
+    ),
+    Step(
+        "esm2_moe_8m data.tokens_per_batch=65536 backend.experts=triton backend.attention=varlen",
+        Load(65536, 65257, 31295848, 9788),
+        33.8e-3,
+    ),
+    Step("esm2_moe model.layers=6 backend.experts=triton backend.attention=flash", PROTEINS, 43.3e-3),
+    Step("protein_moe_fine model.layers=6 backend.experts=triton backend.attention=varlen", PROTEINS, 50.5e-3),
+    Step("genome_mixtral model.layers=8 backend.experts=triton backend.attention=flash", Load(16384, 16381, 67084291, 16381), 50.6e-3),
+    Step(
+        f"esm2_moe model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816 {_FLASH}",
+        PROTEINS,
+        60.0e-3,
+    ),
+    Step(
+        f"esm2_moe model.layers=4 model.width=2048 model.heads=32 model.moe.expert_width=5632 {_FLASH}",
+        PROTEINS,
+        68.3e-3,
     ),
 )
 

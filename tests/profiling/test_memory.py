@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bmoe import recipe as recipes
 from bmoe.data.loader import build_batch, build_sampler
 from bmoe.data.sampler import Position
 from bmoe.profiling import chips, memory
+from bmoe.profiling.estimate import expected_load
 from bmoe.profiling.memory import GIB, by_category
 from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load
@@ -115,7 +117,7 @@ def test_auto_counts_as_what_it_becomes_on_a_gpu(recipe_of):
 @pytest.mark.parametrize("recompute", ["none", "experts", "full"])
 def test_fp8_row_keeps_a_byte_for_each_weight_of_the_experts(recipe_of, recompute):
     """The transposed copies; with recomputation they are made again, one layer at a time."""
-    model = {"layers": 5, "width": 256, "heads": 4, "moe": {"experts": 4, "top_k": 2, "expert_width": 128}}
+    model = {"layers": 5, "width": 256, "heads": 4, "moe": {"experts": 4, "top_k": 2, "expert_width": 1024}}
     load = Load(1024, 1000, 1e5, 150)
 
     def sizes(kind):
@@ -123,7 +125,7 @@ def test_fp8_row_keeps_a_byte_for_each_weight_of_the_experts(recipe_of, recomput
         return by_category(recipe.model_copy(update={"training": recipe.training.model_copy(update={"tokens_per_step": 1024})}), 33, load)
 
     bf16, low = sizes("bf16"), sizes("fp8_row")
-    layer = 4 * 3 * 256 * 128
+    layer = 4 * 3 * 256 * 1024
     kept, copies = (5 * layer, layer) if recompute == "none" else (0, 2 * layer)
     assert (low["activations"] - bf16["activations"]) * GIB == pytest.approx(kept)
     assert (low["workspace"] - bf16["workspace"]) * GIB == pytest.approx(copies)
@@ -165,3 +167,37 @@ def test_peaks_of_training_on_an_h200(model, precision, load, measured):
         }
     )  # fmt: skip
     assert by_category(recipe, 33, load)["peak"] == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "settings, compiled, batches, measured",
+    [
+        ("esm2_moe model.layers=6 backend.attention=flash", True, 1, 13.663),
+        ("esm2_moe model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816 backend.attention=flash", True, 1, 18.421),
+        ("genome_mixtral model.layers=8 backend.attention=flash", True, 1, 14.380),
+        ("esm2_moe model.layers=4 model.width=2048 model.heads=32 model.moe.expert_width=5632 backend.attention=flash", True, 1, 19.905),
+        ("protein_moe_fine model.layers=6", True, 1, 17.874),
+        ("esm2_moe_8m data.tokens_per_batch=65536", False, 1, 4.184),
+        ("esm2_moe_8m data.tokens_per_batch=65536 backend.recompute=experts", False, 1, 3.086),
+        ("esm2_moe_8m data.tokens_per_batch=65536 backend.recompute=full", False, 1, 1.489),
+        ("esm2_moe_8m", False, 2, 0.899),
+        ("esm2_moe_8m backend.recompute=experts", False, 2, 0.762),
+        ("esm2_moe_8m backend.recompute=full", False, 2, 0.582),
+        ("esm2_moe_8m precision.kind=fp8_current", False, 2, 1.281),
+        ("esm2_moe_8m precision.kind=fp8_current backend.recompute=experts", False, 2, 1.139),
+        ("esm2_moe_tiny precision.kind=bf16", False, 2, 0.112),
+        ("esm2_moe_tiny precision.kind=bf16 backend.recompute=full", False, 2, 0.104),
+        ("esm2_moe_tiny precision.kind=fp8_current", False, 2, 0.245),
+        ("esm2_moe_tiny precision.kind=fp8_current backend.recompute=full", False, 2, 0.234),
+    ],
+)
+def test_peaks_of_recipes_on_an_h200(settings, compiled, batches, measured):
+    """GiB by torch's allocator over recorded steps of 2026-12-02 (benchmarks/profile_accuracy.py), less what earlier cases of the
+    same process had left behind."""
+    name, *values = settings.split()
+    recipe = recipes.load(recipes.find(name)[0], [f"backend.compile={'true' if compiled else 'false'}", *values])
+    training = recipe.training.model_copy(update={"tokens_per_step": batches * recipe.data.tokens_per_batch})
+    recipe, shards = recipe.model_copy(update={"training": training}), SyntheticShards(recipe)
+    if recipe.backend.attention == "auto":
+        recipe = recipe.model_copy(update={"backend": recipe.backend.model_copy(update={"attention": "varlen"})})
+    assert by_category(recipe, shards.alphabet.size, expected_load(recipe, shards))["peak"] == pytest.approx(measured, rel=0.1)
