@@ -289,6 +289,16 @@ def test_default_folder_of_a_preparation(here, capsys):
         assert key in results
 
 
+def test_a_byte_that_flips_in_a_shard_ends_training_with_its_name(here, capsys):
+    assert bmoe(capsys, "train", "tiny.yaml", "--device", "cpu", "--stop-at", "1")[0] == 0
+    tokens = Path("shards/train-00000.tokens")
+    content = bytearray(tokens.read_bytes())
+    content[-1] ^= 1
+    tokens.write_bytes(content)
+    said = refused(capsys, "train", "tiny.yaml", "--device", "cpu", "--resume", "--set", "training.steps=20000")
+    assert "train-00000.tokens is corrupt" in said and "--verify" in said
+
+
 def run_in_background(*arguments: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(

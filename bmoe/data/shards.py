@@ -14,7 +14,10 @@
 A sequence is stored whole; cropping is the sampler's business.
 """
 
+import hashlib
 import json
+import threading
+import time
 from functools import cached_property
 from pathlib import Path
 
@@ -45,8 +48,8 @@ def read_manifest(directory: str | Path) -> dict:
 class Shards:
     """One split of a prepared folder, read only.
 
-    Opening checks that every file has the size that the manifest says (RequestError naming the file); contents are checked
-    by `bmoe prepare --verify`.
+    Opening checks that every file has the size that the manifest says (RequestError naming the file). Contents are checked
+    by `bmoe prepare --verify`, and by `check_in_background`, which training starts.
 
     Attributes:
         manifest: the manifest.
@@ -71,11 +74,32 @@ class Shards:
         parts = [shard.clusters for shard in self._shards]
         self.clusters = None if not parts or any(part is None for part in parts) else _joined(parts, np.int64)
 
+        self._fault: RequestError | None = None
+
     def __len__(self) -> int:
         return int(self._first[-1])
 
+    def check_in_background(self) -> threading.Thread:
+        """Compare the SHA-256 of the files that training reads with the manifest, in a thread that leaves half of its core alone.
+
+        Once a file differs, every later `sequence` raises the RequestError that names it.
+        """
+        files = [file for shard in self._shards for file in shard.read_in_training()]
+        thread = threading.Thread(target=self._check, args=(files,), name="bmoe-check", daemon=True)
+        thread.start()
+        return thread
+
+    def _check(self, files: list[tuple[Path, str]]) -> None:
+        for path, expected in files:
+            if (found := _sha256(path)) != expected:
+                what = "cannot be read any more" if found is None else "is corrupt: its SHA-256 is not the one in the manifest"
+                self._fault = RequestError(f"{path} {what}; prepare the data again (`bmoe prepare --verify` checks all of it)")
+                return
+
     def sequence(self, index: int) -> np.ndarray:
-        """Ids of sequence `index`, a view of the file."""
+        """Ids of sequence `index`, a view of the file. RequestError if a background check has found a damaged file."""
+        if self._fault is not None:
+            raise self._fault
         shard, place = self._find(index)
         return shard.tokens[shard.offsets[place] : shard.offsets[place + 1]]
 
@@ -153,6 +177,11 @@ class _Shard:
     def mask_offsets(self) -> np.ndarray | None:
         return self._map("softmask.offsets", np.int64) if "softmask.offsets" in self._files else None
 
+    def read_in_training(self) -> list[tuple[Path, str]]:
+        """Files and SHA-256 of all but headers and the hashes of sequences."""
+        unread = ("headers", "headers.offsets", "hashes")
+        return [(self._path(kind), facts["sha256"]) for kind, facts in self._files.items() if kind not in unread]
+
     def _path(self, kind: str) -> Path:
         return self._directory / f"{self._name}.{kind}"
 
@@ -161,6 +190,21 @@ class _Shard:
         if self._files[kind]["bytes"] == 0:
             return np.empty(0, little)
         return np.asarray(np.memmap(self._path(kind), little, "r"))
+
+
+def _sha256(path: Path) -> str | None:
+    """Of a file, resting as long as it works; None if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            began = time.perf_counter()
+            while part := file.read(1 << 22):
+                digest.update(part)
+                time.sleep(time.perf_counter() - began)
+                began = time.perf_counter()
+    except OSError:
+        return None
+    return digest.hexdigest()
 
 
 def check_size(path: Path, size: int) -> None:

@@ -1,6 +1,7 @@
 """`bmoe train`: data if needed, training, evaluation on the held-out split, report."""
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,9 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     resolved = recipes.load(folder / "recipe.yaml")
     shards, valid = open_split(resolved, data, "train"), open_split(resolved, data, "valid")
 
+    if first_of_host():
+        for split in (shards, valid):
+            split.check_in_background()
     newest = checkpoint.resume_point(folder, world, console.note if world.rank == 0 else lambda text: None) if resume else None
     model, optimizer = build(resolved, shards.alphabet, world, fresh=newest is None)
     progress = state.load_state(newest, model, optimizer, checked=True) if newest else state.Progress()
@@ -105,6 +109,11 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
             write_training_report(folder)
     records = trainer.log.read()
     return outcome, folder, records[-1] if records else {}
+
+
+def first_of_host() -> bool:
+    """Whether this rank is the first one on its machine, as the launchers number them."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
 def begin(resolved: Recipe, reasons: dict[str, str], out: str | None, resume: bool) -> tuple[Path, Path]:
