@@ -74,7 +74,7 @@ class AdamW:
         for name, p in self.parameters.items():
             here = local(p.data)
             if p.dtype == torch.bfloat16:
-                source = local(masters[name]) if masters else here.float()
+                source = here.float() if masters is None else local(masters.pop(name))  # freed as it is split
                 high, self.low[name] = split_master(source.to(here.device))
                 here.copy_(high)
                 if accumulate:
@@ -108,8 +108,10 @@ class AdamW:
         return self.section.weight_decay if is_matrix(name, self.parameters[name]) else 0.0
 
     def _accumulate(self, name: str) -> Callable[[nn.Parameter], None]:
+        sums = self.sums  # and not self: a parameter, its hook and the optimizer would keep each other alive for ever
+
         def hook(p: nn.Parameter) -> None:
-            self.sums[name] += local(p.grad)
+            sums[name] += local(p.grad)
             p.grad = None
 
         return hook
