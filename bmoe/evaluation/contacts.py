@@ -48,6 +48,9 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str
     if len(set(family)) < 2:
         raise RequestError(f"{directory}: cross-validation over families needs chains of two families, and there are {len(set(family))}")
     pairs = [known_pairs(chain) for chain in chains]
+    for chain, (i, _, _) in zip(chains, pairs, strict=True):
+        if i.size == 0:
+            raise RequestError(f"{directory}: {chain.name} has no two residues {NEAREST} apart with N, CA and C; take it out")
     features = pair_features(model, letters, chains, pairs, recipe.data.tokens_per_batch, device)
     contact = [torch.from_numpy(chosen[2]) for chosen in pairs]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -68,8 +69,8 @@ def embed(
         tensors[name] = (state_nD.mean(dim=0) if mode == "mean" else state_nD).cpu().contiguous().clone()
     try:
         save_file(tensors, out, {"model": recipe.name, "alphabet": letters.name, "mode": mode, "layer": str(layer)})
-    except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{out} cannot be written: {error}") from None
     longest = max(ids.size for _, ids in records)
     return {
         "file": str(out), "mode": mode, "layer": layer, "sequences": len(records), "width": recipe.model.width,

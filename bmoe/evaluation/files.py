@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import lzma
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 
 OPENERS = {b"\x1f\x8b": gzip.decompress, b"BZh": bz2.decompress, b"\xfd7zXZ": lzma.decompress}
+DECIMAL_COMMA = re.compile(r"^(\s*[+-]?\d*),(\d+(?:[eE][+-]?\d+)?\s*)$")
+WORKBOOK = b"PK\x03\x04"
 
 
 def read_text(path: str | Path) -> str:
@@ -23,6 +26,8 @@ def read_text(path: str | Path) -> str:
         for magic, opened in OPENERS.items():
             if data.startswith(magic):
                 data = opened(data)
+        if data.startswith(WORKBOOK):
+            raise RequestError(f"{path} is a workbook or a zip archive; save it as CSV, or unpack it")
         return data.decode("utf-8-sig")
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -31,14 +36,20 @@ def read_text(path: str | Path) -> str:
 
 
 def read_table(path: str | Path) -> tuple[list[str], list[list[str]]]:
-    """Column names and rows of a table with commas, semicolons or tabs, whichever its first line has most of.
+    """Column names and rows of a table with commas, semicolons or tabs, whichever its first line has most of. Between
+    semicolons, 1,5 is 1.5.
 
     Short rows are filled up, empty lines left out. RequestError for a file without rows.
     """
     text = read_text(path)
     head = text.split("\n", 1)[0]
     delimiter = max("\t;,", key=head.count)
-    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) if any(cell.strip() for cell in row)]
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise RequestError(f"{path} is no table that can be read ({error})") from None
+    if delimiter == ";":
+        rows = [[DECIMAL_COMMA.sub(r"\1.\2", cell) for cell in row] for row in rows]
     if len(rows) < 2:
         raise RequestError(f"{path} has no rows below its line of column names")
     names = [name.strip() for name in rows[0]]

@@ -121,8 +121,8 @@ def evaluate(
     """
     if recipe.objective.kind != "clm":
         raise RequestError("only decoders generate; this model is an encoder")
-    if samples < 1 or not temperature > 0:
-        raise RequestError("--generate needs at least one sample, and --temperature a number above 0")
+    if samples < 1 or not 0 < temperature < float("inf"):
+        raise RequestError("--generate needs at least one sample, and --temperature a finite number above 0")
     if top_k is not None and top_k < 1:
         raise RequestError(f"--top-k {top_k}: keep at least the most likely token")
     longest = longest or recipe.data.max_length
@@ -139,11 +139,12 @@ def evaluate(
 
 def chances(logits_NV: Tensor, banned_V: Tensor, temperature: float, top_k: int | None) -> Tensor:
     """Chance of each token to be drawn, [N, V]: softmax of logits / temperature over the legal ones, or over the k best of them."""
-    logits_NV = (logits_NV / temperature).masked_fill(banned_V, float("-inf"))
+    logits_NV = logits_NV.masked_fill(banned_V, float("-inf")).double()
+    logits_NV = (logits_NV - logits_NV.amax(dim=-1, keepdim=True)) / temperature  # the largest is 0, however cold
     if top_k is not None and top_k < logits_NV.shape[1]:
         best_NK = logits_NV.topk(top_k, dim=-1).indices
         logits_NV = torch.full_like(logits_NV, float("-inf")).scatter(1, best_NK, logits_NV.gather(1, best_NK))
-    return logits_NV.softmax(dim=-1)
+    return logits_NV.softmax(dim=-1).float()
 
 
 def _sample(

@@ -39,19 +39,21 @@ class Labelled:
 
 
 def read_labelled(path: str | Path) -> Labelled:
-    """Read a table with a column `sequence` (or the first) and one of labels (the next). RequestError for rows that do not fit."""
+    """Read a table with a column `sequence` (or the first) and one of labels: the first other whose cells are as long as the
+    sequences. RequestError for rows that do not fit."""
     names, rows = read_table(path)
     lower = [name.lower() for name in names]
     first = lower.index("sequence") if "sequence" in lower else 0
-    second = next((i for i in range(len(names)) if i != first), None)
-    if second is None:
+    others = [i for i in range(len(names)) if i != first]
+    if not others:
         raise RequestError(f"{path} has one column; it needs `sequence` and labels of the same length")
+    second = next((i for i in others if all(len(row[i]) == len(row[first]) for row in rows[:20])), others[0])
     known: dict[str, str | None] = {}
     repeats = 0
     for number, row in enumerate(rows):
         sequence, label = row[first].upper(), row[second]
         if len(sequence) != len(label):
-            raise RequestError(f"{path}, row {number + 2}: {len(sequence)} residues and {len(label)} labels")
+            raise RequestError(f"{path}, row {number + 2}: {len(sequence)} residues and {len(label)} labels in {names[second]!r}")
         size = period(sequence)
         repeats += size < len(sequence)
         sequence, label = sequence[:size], label[:size]

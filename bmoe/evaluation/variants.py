@@ -16,7 +16,7 @@ from bmoe.evaluation.files import numeric, read_table
 
 NAME_COLUMNS = ("mutant", "mutation", "mutations", "mutants", "variant", "variants")
 EFFECT_COLUMN, BINARY_COLUMN = "DMS_score", "DMS_score_bin"
-SINGLE = re.compile(r"^([A-Za-z])(\d+)([A-Za-z])$")
+SINGLE = re.compile(r"^([A-Za-z])(\d{1,9})([A-Za-z])$")
 WILD_TYPE = {"wt", "_wt", "wildtype", "wild-type", ""}
 TELLING = 5  # variants at so many sites show an offset of the numbering beyond doubt
 
@@ -51,6 +51,9 @@ def read_variants(path: str | Path, wildtype: str, column: str | None = None) ->
     columns = {name: [row[names.index(name)] for row in rows] for name in names}
     key = _name_column(columns, path)
     effect_column = _effect_column(columns, key, column, path)
+    for name in (key, effect_column):
+        if names.count(name) > 1:
+            raise RequestError(f"{path} has {names.count(name)} columns {name!r}; rename all but one")
     effect = numeric(columns[effect_column])
     dropped: Counter[str] = Counter()
     kept, sites = [], []
@@ -66,6 +69,8 @@ def read_variants(path: str | Path, wildtype: str, column: str | None = None) ->
             found = [SINGLE.match(part) for part in parts]
             if not all(found):
                 raise RequestError(f"{path}, row {row + 2}: {text!r} is no variant; write A24C, and several as A24C:W286R")
+            if len({int(m[2]) for m in found}) < len(found):
+                raise RequestError(f"{path}, row {row + 2}: {text!r} names a site twice")
             kept.append(row)
             sites.append([(int(m[2]), m[1].upper(), m[3].upper()) for m in found])
     if not kept:
@@ -91,14 +96,16 @@ def _effect_column(columns: dict[str, list[str]], key: str, wanted: str | None, 
     able = [name for name, cells in columns.items() if name and name != key and np.isfinite(numeric(cells)).any()]
     if wanted is not None:
         if wanted not in columns:
-            raise RequestError(f"{path} has no column {wanted!r}; with numbers there are {', '.join(able)}")
+            raise RequestError(f"{path} has no column {wanted!r}; with numbers there are {', '.join(able) or 'none'}")
         if wanted not in able:
-            raise RequestError(f"{path}: the column {wanted!r} has no numbers; with numbers there are {', '.join(able)}")
+            raise RequestError(f"{path}: the column {wanted!r} has no numbers; with numbers there are {', '.join(able) or 'none'}")
         return wanted
     if EFFECT_COLUMN in able:
         return EFFECT_COLUMN
     if len(able) == 1:
         return able[0]
+    if not able:
+        raise RequestError(f"{path} has no column of numbers to compare with; its columns are {', '.join(filter(None, columns))}")
     raise RequestError(f"{path}: say which column holds the measured effect with --column; with numbers there are {', '.join(able)}")
 
 
@@ -110,23 +117,23 @@ def _offset(sites: list[list], texts: list[str], wildtype: str, path: str | Path
             if letters.setdefault(number, (old, text))[0] != old:
                 raise RequestError(f"{path}: {letters[number][1]} and {text} name different wild-type letters at {number}")
 
-    def misfits(offset: int) -> list[int]:
-        place = {number: number - 1 - offset for number in letters}
-        return [n for n, i in place.items() if not (0 <= i < len(wildtype) and wildtype[i] == letters[n][0])]
-
-    wrong = misfits(0)
+    wrong = [n for n in letters if not (1 <= n <= len(wildtype) and wildtype[n - 1] == letters[n][0])]
     if not wrong:
         return 0
-    span = range(min(letters) - len(wildtype), max(letters))
-    best = sorted(span, key=lambda offset: (len(misfits(offset)), abs(offset)))[:2]
-    if not misfits(best[0]) and misfits(best[1]) and len(letters) >= TELLING:
-        return best[0]
+    places: dict[str, list[int]] = {}
+    for place, letter in enumerate(wildtype):
+        places.setdefault(letter, []).append(place)
+    fitting = Counter(number - 1 - place for number, (old, _) in letters.items() for place in places.get(old, ()))
+    best = sorted(fitting, key=lambda offset: (-fitting[offset], abs(offset)))[:2]
+    whole = [offset for offset in best if fitting[offset] == len(letters)]
+    if len(whole) == 1 and len(letters) >= TELLING:
+        return whole[0]
     number = wrong[0]
     there = f"{wildtype[number - 1]} there" if 1 <= number <= len(wildtype) else f"only {len(wildtype)} residues"
-    fit = len(letters) - len(misfits(best[0]))
+    would = f"; counting {best[0]:+d} {fitting[best[0]]} would" if best and best[0] else ""
     raise RequestError(
-        f"{path}: {letters[number][1]} does not fit the wild type, which has {there} ({len(wrong)} of {len(letters)} sites do not fit; "
-        f"counting {best[0]:+d} {fit} would); give the wild type that the numbers count in"
+        f"{path}: {letters[number][1]} does not fit the wild type, which has {there} ({len(wrong)} of {len(letters)} sites do not fit"
+        f"{would}); give the wild type that the numbers count in"
     )
 
 

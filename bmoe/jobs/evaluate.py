@@ -25,7 +25,7 @@ from bmoe.evaluation import (
     specialisation,
 )
 from bmoe.evaluation.perplexity import Perplexity
-from bmoe.jobs.common import open_split, shard_folder
+from bmoe.jobs.common import check_target, open_split, shard_folder
 from bmoe.model.transformer import Transformer
 from bmoe.parallel.world import World
 from bmoe.precision.emulate import emulate
@@ -114,6 +114,8 @@ class Wanted(NamedTuple):
 def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, device: torch.device) -> tuple[list[dict], Recipe]:
     """The results of each run, and the recipe of the last. Runs on the same targets are compared with the first, in pairs."""
     wanted.check()
+    check_target("--scores", wanted.scores)
+    check_target("--out", wanted.out)
     if len(paths) > 1 and (wanted.embed or wanted.scores):
         raise RequestError("--embed and --scores write one model's file: give one RUN with them")
     results, first = [], None

@@ -116,6 +116,14 @@ def test_requests_that_cannot_be_met(folder, make_recipe, make_model):
         contacts.evaluate(make_model(recipe), recipe, alphabet("protein"), folder, CPU)
 
 
+def test_a_chain_of_alpha_carbons_is_named(folder, make_recipe, make_model):
+    lines = gzip.open(DATA / "1A8O_A.pdb.gz", "rt").read().splitlines()
+    (folder / "trace.pdb").write_text("\n".join([x for x in lines if x[12:16] == " CA "][1:]))
+    recipe = make_recipe()
+    with pytest.raises(RequestError, match="trace:A has no two residues"):
+        contacts.evaluate(make_model(recipe), recipe, alphabet("protein"), folder, CPU)
+
+
 def test_unknown_residues_are_no_pairs():
     text = gzip.open(DATA / "1A8O_A.pdb.gz", "rt").read()
     assert "CA" in text

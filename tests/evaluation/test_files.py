@@ -25,6 +25,18 @@ def test_tables(tmp_path):
     assert np.array_equal(files.numeric(["1", "", "x", "-2e3", "nan"]), [1, np.nan, np.nan, -2000, np.nan], equal_nan=True)
 
 
+def test_decimal_commas_between_semicolons(tmp_path):
+    (tmp_path / "x.csv").write_text("mutant;y\nM1A,K2C;-1,5e-2\n")
+    assert files.read_table(tmp_path / "x.csv")[1] == [["M1A,K2C", "-1.5e-2"]]
+
+
+@pytest.mark.parametrize(("data", "words"), [(b"PK\x03\x04" + bytes(9), "save it as CSV"), (b"a,b\n1," + b"1" * 200_000, "no table")])
+def test_workbooks_and_endless_cells_are_refused(tmp_path, data, words):
+    (tmp_path / "x.csv").write_bytes(data)
+    with pytest.raises(RequestError, match=words):
+        files.read_table(tmp_path / "x.csv")
+
+
 def test_fasta(tmp_path):
     (tmp_path / "x.fa").write_text("text before\n> a b\r\nMKta\r\n-yi*\r\n>\nAC J\n")
     letters = alphabet("protein")

@@ -85,6 +85,17 @@ def test_temperature_and_top_k_change_the_samples(run):
     assert len(set(sequences[0])) == 3 and len(set(sequences[1])) == 1 and sequences[1] == sequences[2]
 
 
+@pytest.mark.parametrize(("flags", "words"), [
+    (SCAN | {"--scores": "gone/s.csv"}, "--scores gone/s.csv: there is no folder"),
+    ({"--embed": "wt.fasta", "--out": "gone/x.safetensors"}, "--out gone/x.safetensors: there is no folder"),
+    ({"--embed": "wt.fasta", "--out": "."}, "--out .: cannot be written"),
+])  # fmt: skip
+def test_files_that_could_not_be_written_are_refused_before_any_work(tmp_path, monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["eval", "no_run", "--device", "cpu", *[part for pair in flags.items() for part in pair]]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(("wanted", "words"), [
     ({"mutations": "x.csv"}, "--wildtype FASTA go together"),
     ({"column": "y"}, "--mutations, which is missing"),

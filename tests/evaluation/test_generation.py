@@ -92,3 +92,8 @@ def test_requests_that_cannot_be_met(make_recipe, make_model, proteins):
     encoder = make_recipe()
     with pytest.raises(RequestError, match="decoders"):
         generation.evaluate(make_model(encoder), encoder, letters, device=CPU, samples=1)
+
+
+def test_the_coldest_draw_is_the_likeliest_letter():
+    found = generation.chances(torch.tensor([[1.0, 3.0, 2.0, 9.0]]), torch.tensor([False, False, False, True]), 1e-300, None)
+    assert found.tolist() == [[0, 1, 0, 0]]

@@ -22,6 +22,11 @@ def test_repeats_duplicates_and_conflicts(tmp_path, make_proteins):
     assert found.is_secondary_structure
 
 
+def test_labels_are_the_column_as_long_as_the_sequences(tmp_path):
+    (tmp_path / "x.tsv").write_text("name\tsequence\tlen\tss8\np1\tMKVL\t4\tHHEE\n")
+    assert labels.read_labelled(tmp_path / "x.tsv").labels == ["HHEE"]
+
+
 def test_period():
     assert [labels.period(t) for t in ("abcabc", "aaaa", "abcab", "abc")] == [3, 1, 5, 3]
 
@@ -91,6 +96,8 @@ def test_tables_that_do_not_fit(tmp_path, make_recipe, make_model, proteins):
         run("sequence\tss8\nMKV\tHHH\nMKV\tHH\n")
     with pytest.raises(RequestError, match="too few unrelated"):
         run("sequence\tss8\nMKV\tHHH\n")
+    with pytest.raises(RequestError, match="row 2: 3 residues and 2 labels in 'name'"):
+        run("name\tsequence\tss8\np1\tMKV\tHHHH\n")
     with pytest.raises(RequestError, match="one column"):
         run("sequence\nMKV\n")
 

@@ -58,6 +58,11 @@ def test_the_numbering_of_a_longer_chain_is_recognised(tmp_path):
     ("name,y\nfoo,1\n", None, "no column of variants"),
     ("mutant,y\n", None, "no rows"),
     ("mutant,y\nWT,1\n", None, "no variant with a number"),
+    ("mutant,y\nT999999999S,1\n", None, "only 10 residues"),  # far away costs neither memory nor time
+    ("mutant,y\nA4G,2\nT99999999999999999999S,1\n", None, "is no variant"),
+    ("mutant,y\nT3S:T3A,1\n", None, "row 2: 'T3S:T3A' names a site twice"),
+    ("mutant,y,y\nT3S,1,2\n", "y", "2 columns 'y'; rename"),
+    ("mutant,y\nT3S,x\n", None, "no column of numbers"),
 ])  # fmt: skip
 def test_errors_say_what_is_wrong(tmp_path, text, column, words):
     with pytest.raises(RequestError, match=words.replace("(", r"\(").replace("?", r"\?")):
