@@ -14,7 +14,8 @@ lengths, the rows the head runs on) take at that throughput. Wanted: a ratio of 
     contacts features   attention maps and the features of all pairs of all chains
     contacts    all of it: also reading the structures, families by alignment, regressions, intervals
 
-The last has work that is no forward pass of anything; its ratio says how much. Medians of the repeats after a first run.
+The last has work that is no forward pass of anything; its ratio says how much. Medians of the repeats after a first run, which counts
+by itself, and says so, where no time is left for another. Lines come as they are measured; what fails says why, and the rest goes on.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from torch import nn
 
 from bmoe import recipe as recipes
 from bmoe.data.alphabet import Alphabet, alphabet
+from bmoe.errors import RequestError, RunError
 from bmoe.evaluation import contacts, mutations, pseudo
 from bmoe.evaluation.files import read_fasta
 from bmoe.evaluation.forward import packed, wrap
@@ -45,6 +47,7 @@ from bmoe.training import setup
 HEAD_SHARE = 0.15
 BATCHES = 8  # of a throughput measurement
 PLL_VARIANTS = 4
+PROBLEMS = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError, RequestError, RunError)  # also out of memory
 
 
 class Work:
@@ -85,11 +88,21 @@ def main() -> None:
         recipe, _ = setup.resolve(recipes.load(recipes.find(recipe_name)[0], overrides), World(device))
         entry = {"recipe": recipe.name, "slots": slots, "tasks": {}}
         found["models"].append(entry)
-        measure(recipe, arguments, device, stop, entry)
-        sys.stdout.write(table(entry))
-        sys.stdout.flush()
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        say(f"{recipe.name}, {slots} slots a batch\n")
+        try:
+            for line in measure(recipe, arguments, device, stop, entry):
+                say(line)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        except PROBLEMS as problem:
+            say(f"  {recipe.name} cannot be measured: {type(problem).__name__}: {problem}\n")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def random_model(recipe: Recipe, letters: Alphabet, device: torch.device) -> Transformer:
@@ -111,11 +124,15 @@ def random_model(recipe: Recipe, letters: Alphabet, device: torch.device) -> Tra
     return model.eval()
 
 
-def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device, stop: float, entry: dict) -> None:
-    """Throughput and tasks of one model, into `entry` as they come."""
+def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device, stop: float, entry: dict) -> Iterator[str]:
+    """Throughput and tasks of one model, into `entry` as they come, and a line of each. A task that fails says why and costs no other."""
+    if time.monotonic() > stop:
+        yield "  no time is left for it\n"
+        return
     letters, slots = alphabet(recipe.data.alphabet), recipe.data.tokens_per_batch
     model, shards = random_model(recipe, letters, device), SyntheticShards(recipe)
     entry["forward_tflops"] = throughput(model, recipe, shards, device) / 1e12
+    yield f"  forward {entry['forward_tflops']:.3g} TFLOP/s\n"
     chains, wildtype = contacts.read_chains(arguments.structures), read_fasta(arguments.wildtype, letters)[0][1]
     pairs = [contacts.known_pairs(chain) for chain in chains]
     text = "".join(letters.symbols[i] for i in wildtype)
@@ -127,28 +144,36 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device,
     tasks: dict[str, Callable[[], object]] = {
         "pseudo": lambda: pseudo.evaluate(model, shards, recipe, device=device, budget=arguments.budget),
         "masked": scored("masked_marginal"),
-        "wt": scored("wt_marginal"),
-        "pll": scored("pll", PLL_VARIANTS),
         "contacts features": lambda: contacts.pair_features(model, letters, chains, pairs, slots, device),
         "contacts": lambda: contacts.evaluate(model, recipe, letters, arguments.structures, device),
+        "wt": scored("wt_marginal"),
+        "pll": scored("pll", PLL_VARIANTS),
     }
     for name, task in tasks.items():
         if time.monotonic() > stop:
-            break
+            yield f"  no time is left for {name}\n"
+            continue
         work = Work()
         handle = model.register_forward_pre_hook(work, with_kwargs=True)
-        task()
-        handle.remove()
-        taken = []
-        while len(taken) < arguments.repeats and (not taken or time.monotonic() < stop):
-            taken.append(timed(task, device))
+        try:
+            first = timed(task, device)
+            handle.remove()
+            taken = []
+            while len(taken) < arguments.repeats and time.monotonic() + first < stop:
+                taken.append(timed(task, device))
+        except PROBLEMS as problem:
+            yield f"  {name:18s} failed: {type(problem).__name__}: {str(problem)[:300]}\n"
+            continue
+        finally:
+            handle.remove()
         flops = counts.forward_flops(recipe.model, letters.size, work.tokens, work.pairs, work.rows)
         least = flops / (entry["forward_tflops"] * 1e12)
-        seconds = statistics.median(taken)
+        seconds = statistics.median(taken) if taken else first
         entry["tasks"][name] = {
-            "seconds": seconds, "fastest": min(taken), "slowest": max(taken), "tokens": work.tokens, "tflop": flops / 1e12,
-            "forward_s": least, "ratio": seconds / least,
+            "seconds": seconds, "fastest": min(taken, default=first), "slowest": max(taken, default=first), "repeats": len(taken),
+            "first": first, "tokens": work.tokens, "tflop": flops / 1e12, "forward_s": least, "ratio": seconds / least,
         }  # fmt: skip
+        yield line(name, entry["tasks"][name])
 
 
 def throughput(model: Transformer, recipe: Recipe, shards: SyntheticShards, device: torch.device) -> float:
@@ -186,14 +211,12 @@ def timed(task: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def table(entry: dict) -> str:
-    lines = [f"{entry['recipe']}, {entry['slots']} slots a batch: forward {entry['forward_tflops']:.1f} TFLOP/s\n"]
-    for name, task in entry["tasks"].items():
-        lines.append(
-            f"  {name:18s} {task['seconds'] * 1e3:9.1f} ms [{task['fastest'] * 1e3:.1f}, {task['slowest'] * 1e3:.1f}]"
-            f"  forward passes {task['forward_s'] * 1e3:9.1f} ms ({task['tokens']:,.0f} tokens)  ratio {task['ratio']:.2f}\n"
-        )
-    return "".join(lines)
+def line(name: str, task: dict) -> str:
+    only = "" if task["repeats"] else "  (first run, no time to repeat it)"
+    return (
+        f"  {name:18s} {task['seconds'] * 1e3:9.1f} ms [{task['fastest'] * 1e3:.1f}, {task['slowest'] * 1e3:.1f}]"
+        f"  forward passes {task['forward_s'] * 1e3:9.1f} ms ({task['tokens']:,.0f} tokens)  ratio {task['ratio']:.2f}{only}\n"
+    )
 
 
 if __name__ == "__main__":
