@@ -220,6 +220,7 @@ def export(
 
     if format_ != "hf":
         raise RequestError(f"--format {format_}: the only format is hf")
+    common.check_target("--json", json)
     results = job.export(checkpoint, to, verify)
     console.show(console.settings_table("exported", [(key, str(value)) for key, value in results.items()]))
     common.write_json(json, "export", None, results)
