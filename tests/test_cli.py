@@ -297,6 +297,14 @@ def test_a_byte_that_flips_in_a_shard_ends_training_with_its_name(here, capsys):
     tokens.write_bytes(content)
     said = refused(capsys, "train", "tiny.yaml", "--device", "cpu", "--resume", "--set", "training.steps=20000")
     assert "train-00000.tokens is corrupt" in said and "--verify" in said
+    valid = Path("shards/valid-00000.tokens")
+    content = bytearray(valid.read_bytes())
+    content[0] ^= 1
+    valid.write_bytes(content)
+    assert "valid-00000.tokens is corrupt" in refused(capsys, "eval", "runs/tiny", "--device", "cpu")
+    valid.unlink()
+    arguments = ("--out", "shards", "--valid-fraction", "0.1")
+    assert "valid-00000.tokens is missing" in refused(capsys, "prepare", str(PROTEINS), *arguments)
 
 
 def run_in_background(*arguments: str) -> subprocess.Popen:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from bmoe.data import inputs
 from bmoe.data.options import PrepareOptions
-from bmoe.data.shards import MANIFEST, read_manifest
+from bmoe.data.shards import MANIFEST, Shards, read_manifest
 from bmoe.errors import RequestError, RunError
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ def _already(sources, out: Path, options: PrepareOptions, part) -> dict | None:
     ))  # a file is the same under another path  # fmt: skip
     if before != now or any(s.kind == "stdin" for s in sources):
         raise RequestError(f"{out} was prepared from other inputs: name another --out, or remove it")
+    for split in manifest["splits"]:
+        Shards(out, split)  # raises where a file is missing or has another size
     return manifest | {"directory": str(out), "already_prepared": True, "seconds": 0.0, "mb_per_s": 0.0}
 
 

@@ -39,9 +39,9 @@ def read_manifest(directory: str | Path) -> dict:
     except FileNotFoundError:
         raise RequestError(f"{directory} holds no prepared data ({MANIFEST} is missing): run `bmoe prepare` first") from None
     except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be read ({error}): prepare the data again") from None
+        raise RequestError(f"{path} cannot be read ({error}): remove its folder and prepare again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise RequestError(f"{path} has another format than {FORMAT}: prepare the data again with this version")
+        raise RequestError(f"{path} has another format than {FORMAT}: remove its folder and prepare again with this version")
     return manifest
 
 
@@ -89,11 +89,17 @@ class Shards:
         thread.start()
         return thread
 
-    def _check(self, files: list[tuple[Path, str]]) -> None:
+    def check(self) -> None:
+        """The same at once. Raises RequestError naming the first file that differs."""
+        self._check([file for shard in self._shards for file in shard.read_in_training()], rest=False)
+        if self._fault is not None:
+            raise self._fault
+
+    def _check(self, files: list[tuple[Path, str]], rest: bool = True) -> None:
         for path, expected in files:
-            if (found := _sha256(path)) != expected:
-                what = "cannot be read any more" if found is None else "is corrupt: its SHA-256 is not the one in the manifest"
-                self._fault = RequestError(f"{path} {what}; prepare the data again (`bmoe prepare --verify` checks all of it)")
+            if (found := _sha256(path, rest)) != expected:
+                what = "cannot be read any more" if found is None else "is corrupt: its SHA-256 is not that of the manifest"
+                self._fault = RequestError(f"{path} {what}; remove its folder and prepare again (`bmoe prepare --verify` checks all of it)")
                 return
 
     def sequence(self, index: int) -> np.ndarray:
@@ -192,15 +198,16 @@ class _Shard:
         return np.asarray(np.memmap(self._path(kind), little, "r"))
 
 
-def _sha256(path: Path) -> str | None:
-    """Of a file, resting as long as it works; None if it cannot be read."""
+def _sha256(path: Path, rest: bool) -> str | None:
+    """Of a file, if `rest` resting as long as it works; None if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
             began = time.perf_counter()
             while part := file.read(1 << 22):
                 digest.update(part)
-                time.sleep(time.perf_counter() - began)
+                if rest:
+                    time.sleep(time.perf_counter() - began)
                 began = time.perf_counter()
     except OSError:
         return None
@@ -212,9 +219,9 @@ def check_size(path: Path, size: int) -> None:
     try:
         found = path.stat().st_size
     except OSError:
-        raise RequestError(f"{path} is missing: its manifest lists it; prepare the data again") from None
+        raise RequestError(f"{path} is missing: its manifest lists it; remove its folder and prepare again") from None
     if found != size:
-        raise RequestError(f"{path} has {found} bytes where its manifest says {size}: prepare the data again")
+        raise RequestError(f"{path} has {found} bytes where its manifest says {size}: remove its folder and prepare again")
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

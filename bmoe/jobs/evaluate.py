@@ -145,6 +145,7 @@ def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, 
 def held_out_results(found: dict, model: Transformer, recipe: Recipe, wanted: Wanted, split: str, device: torch.device) -> Perplexity:
     """Add what is measured on a split of the run's data to `found`."""
     shards = open_split(recipe, shard_folder(recipe), split)
+    shards.check()
     held_out = perplexity.evaluate(model, shards, recipe, device=device)
     found |= {"split": split, **held_out.results()}
     ending = "" if recipe.objective.kind == "clm" else "_mask"
