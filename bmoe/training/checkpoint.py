@@ -105,7 +105,7 @@ def resume_point(run: Path, world: World, note: Callable[[str], None] = lambda t
         if fault is None:
             return path
         aside = on_first(world, lambda path=path: _set_aside(path))
-        note(f"{path} is damaged ({fault}); it is set aside as {aside.name}, and the checkpoint before it is taken")
+        note(f"{path} is damaged ({fault}); it is set aside as {aside.name}")
     if fault is not None:
         raise RequestError(f"every checkpoint of {run} was damaged and is set aside (the last: {fault}); --resume now starts from step 0")
     return None

@@ -49,7 +49,7 @@ def dump(files: dict[str, dict]) -> str:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, naming one, or None. One that was written without digests passes.
+    """What is wrong with the files of a checkpoint, naming one, or None.
 
     Every rank looks at its share of the files, and all return the same. Collective.
     """
@@ -62,7 +62,7 @@ def damage(folder: Path) -> str | None:
 
 def _damage_of_share(folder: Path, share: int, shares: int) -> str | None:
     if not (folder / DIGESTS).is_file():
-        return None
+        return f"{DIGESTS} is missing"
     try:
         known = json.loads((folder / DIGESTS).read_text())
         part, files = known["part_bytes"], sorted(known["files"].items())
