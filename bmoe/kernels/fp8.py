@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bmoe.kernels.fused_gemm import dswiglu_reference
+
 LARGEST = 448.0
 """The largest finite E4M3 number."""
 
@@ -300,15 +302,10 @@ def dswiglu_quantize_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Plain-torch twin of `dswiglu_quantize`; rows without an expert hold 0."""
     real_N1 = (torch.arange(da_NF.shape[0], device=da_NF.device) < bounds_E1[-1])[:, None]
-    da_NF, h_NF2 = torch.where(real_N1, da_NF.float() * scale_N[:, None], 0), torch.where(real_N1, h_NI.float(), 0).unflatten(1, (-1, 2))
-    gate_NF, up_NF, w_N1 = h_NF2[..., 0], h_NF2[..., 1], torch.where(real_N1, weight_of_row_N[:, None], 0)
-    sigmoid_NF = torch.sigmoid(gate_NF)
-    silu_NF = gate_NF * sigmoid_NF
-    dgate_NF = da_NF * w_N1 * up_NF * (sigmoid_NF + silu_NF * (1 - sigmoid_NF))
-    dh_NI = torch.stack([dgate_NF, da_NF * w_N1 * silu_NF], dim=-1).flatten(1)
+    scaled_NF, wide_NI = torch.where(real_N1, da_NF.float() * scale_N[:, None], 0), torch.where(real_N1, h_NI.float(), 0)
+    dh_NI, aw_NF, dweight_N = dswiglu_reference(wide_NI, scaled_NF, torch.where(real_N1[:, 0], weight_of_row_N, 0))
     dh8_NI, dh_scale_N = quantize_rows_reference(dh_NI, bounds_E1, factor_E)
-    aw_NF = (w_N1 * silu_NF * up_NF).to(h_NI.dtype)
-    return dh_NI.to(h_NI.dtype), dh8_NI, dh_scale_N, aw_NF, (da_NF * silu_NF * up_NF).sum(-1)
+    return dh_NI.to(h_NI.dtype), dh8_NI, dh_scale_N, aw_NF.to(h_NI.dtype), dweight_N
 
 
 def row_scales_reference(scale_T: Tensor, token_of_row_N: Tensor, factor_E: Tensor, bounds_E1: Tensor) -> Tensor:

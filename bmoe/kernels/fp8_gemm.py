@@ -1,4 +1,4 @@
-"""The four products of an expert MLP whose contraction runs along rows, in FP8 (E4M3), with the scales in their epilogues.
+"""The four products of an expert MLP whose contraction runs along rows, in FP8 (E4M3).
 
 Shapes and names as in kernels/fused_gemm.py; an 8 marks E4M3, quantised by kernels/fp8.py. Weights come with gate and up
 interleaved, and transposed where the product contracts over their outputs. s are fp32 scales by row, which hold the scale
@@ -7,7 +7,7 @@ of the row and that of its expert's weight.
 Mathematics                                                                        FLOPs
     up       h = s x8[token] gate_up8^T,  a = silu(g) u                            4 N D F
     down     o = a8 down8^T                                 (s: in the combine)    2 N D F
-    ddown    da = dy8[token] down8                          (s: in fp8.dswiglu)    2 N D F
+    ddown    da = dy8[token] down8                          (s: in dswiglu_quantize) 2 N D F
     dup      dx_rows = dh8 gate_up8                         (s: in the combine)    4 N D F
 
 The weight gradients contract over rows, along which a scale by row is not constant, and stay in bf16
@@ -43,7 +43,7 @@ def why_not(device: torch.device, dtype: torch.dtype, width: int, expert_width: 
 
 @functools.cache
 def _quack() -> SimpleNamespace:
-    """The library's interface, our epilogues and our tiles; imported at first use, because it takes seconds."""
+    """The library's interface, our epilogue and our tiles; imported at first use, because it takes seconds."""
     from quack.gemm_config import GemmConfig
     from quack.gemm_interface import gemm_tuned
 

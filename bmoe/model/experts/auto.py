@@ -66,7 +66,7 @@ def choose(
     if precision in TE_PRECISIONS:
         return "te", f"{precision} runs in Transformer Engine"
     if precision == "fp8_row":
-        return "triton", "fp8_row runs in the fused kernels, with the scales in the products' epilogues"
+        return "triton", "fp8_row runs in the fused kernels and nowhere else"
     if precision == "fp32":
         return "grouped", "fp32: the fused kernels are for bf16"
     capability = torch.cuda.get_device_capability(device)
