@@ -3,9 +3,9 @@
 time(part) = max(FLOP / (peak x efficiency), bytes / (bandwidth x efficiency)) + kernels x launch
 
 Assumptions, all named in the result: the efficiencies below are fractions of the published peaks, taken from the kernels of
-two whole steps on one H200 in bf16; on Hopper the fused experts' products gather and activate inside, elsewhere passes of
+whole steps on one H200 in bf16; on Hopper the fused experts' products gather and activate inside, elsewhere passes of
 their own do; low precision speeds up the experts' products alone (all of them in Transformer Engine, two thirds under fp8_row,
-whose weight gradients are bf16), halves their traffic of rounded inputs and adds the passes that round rows and weights; nothing
+whose weight gradients are bf16) and adds the passes that round rows and weights; nothing
 overlaps but communication, of which `overlap` hides behind arithmetic. No Blackwell GPU was at hand: numbers for B200 and
 GB200 are this model at their published peaks, not measurements.
 """
@@ -25,22 +25,24 @@ LOW = ("fp8_row", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8")
 class Efficiency:
     """Achieved fractions of published peaks, and the seconds that a kernel costs at least.
 
-    Measured inside replayed steps on an H200 (bf16, 16 x 1,024 tokens; two decoders: 12 layers of D 1024 with 8 experts of
-    F 2816, 8 layers of D 1280 with 64 of F 768): dense products 0.74 and 0.73; fused experts' products 0.64 and 0.58;
-    flash-attn-4 0.27 and 0.27, torch's varlen attention 0.18 forward and backward, both with heads of 64; AdamW with the norm
-    0.81 and 0.84 of the bandwidth; 0.07 and 0.05 of a step between its kernels. A copy alone reaches 0.89. Attention of
-    narrower heads takes as long as that of 64, since its exponentials do (not measured). `row_gemm`: fp8_row's four products
-    took 4.81 ms where those of bf16 took 6.56 (a replayed layer of D 2048, F 5632, 8 experts): 1.36 times the rate of `grouped`.
+    Measured inside replayed steps on an H200 (bf16, sequences of 1,024 tokens; three decoders: A, 12 layers of D 1024 with 8
+    experts of F 2816; B, 8 layers of D 1280 with 64 of F 768; C, 4 layers of D 2048 with 8 of F 5632): dense products 0.74 (A)
+    and 0.73 (B); fused experts' products 0.64 (A), 0.58 (B) and 0.66 to 0.70 (C), of which the middle one; flash-attn-4 0.27 and
+    0.27, torch's varlen attention 0.18 forward and backward, both with heads of 64; AdamW with the norm 0.81 and 0.84 of the
+    bandwidth; 0.07 and 0.05 of a step between its kernels. A copy alone reaches 0.89. Attention of narrower heads takes as long
+    as that of 64, since its exponentials do (not measured). `row_gemm`: two of fp8_row's products ran at 1,398 TFLOP/s where
+    those of bf16 ran at 738 (kernels of a replayed layer of D 2048, F 5632, 8 experts): 1.89 times the rate of `grouped`. No
+    speed-up of a layer or a step went into it: `validation.gains` holds it against five.
     """
 
     gemm: float = 0.73
-    grouped: float = 0.61
+    grouped: float = 0.64
     attention_flash: float = 0.27
     attention_varlen: float = 0.18
     memory: float = 0.75
     optimizer: float = 0.82
     idle: float = 0.06
-    row_gemm: float = 0.42  # our own FP8 products
+    row_gemm: float = 0.61  # our own FP8 products
     low_gemm: float = 0.45  # Transformer Engine's FP8 experts: their gain over bf16 is far from the factor 2 of the peaks
     kernel_s: float = 3e-6
     te_layer_s: float = 6.9e-3  # Transformer Engine's 8-bit experts on Hopper, launched by the host expert by expert (cuBLASLt
@@ -51,8 +53,8 @@ class Efficiency:
 
 EFFICIENCY = Efficiency()
 GUESSED = ("low_gemm", "link", "overlap")  # never measured: no run of ours had several GPUs, or Transformer Engine's FP8 at its best
-TE_ROUNDING = 6.0  # bytes an element: read for the maximum, read again, written along rows and down columns
-ROW_ROUNDING = 3.0  # the same for rows of fp8_row: read and written once
+ROUNDING = 6.0  # bytes an element: read for the maximum, read again, written along rows and down columns
+ROW_ROUNDING = 3.0  # the same for rows under fp8_row: read and written once
 
 
 def _seconds(work: Work, rate: float, chip: Chip, e: Efficiency) -> float:
@@ -119,29 +121,42 @@ def _wait_for_host(found: dict[str, dict[str, float]], recipe: Recipe, e: Effici
 
 
 def _low_gemm(recipe: Recipe, load: Load, name: str, work: Work, backward: bool, chip: Chip, e: Efficiency) -> float:
-    """A grouped product with its rounding passes: forward the input's rows and the weights, backward the output's gradient.
-
-    Transformer Engine rounds routed rows, both ways, and all products are in 8 bits. fp8_row rounds tokens before they are routed,
-    where there are fewer, and its weight gradients, half of the backward pass, are bf16.
-    """
-    model, moe, own = recipe.model, recipe.model.moe, recipe.precision.kind == "fp8_row"
-    layers = model.layers - moe.dense_layers
+    """Seconds of one of the experts' products, forward or backward, in 8 bits, with the passes that round its inputs."""
+    if recipe.precision.kind == "fp8_row":
+        return _row_gemm(recipe, load, name, work, backward, chip, e)
+    model, moe = recipe.model, recipe.model.moe
     rows, first = load.real * moe.top_k, name == "experts gemm 1"
     outside = first != backward  # x and the gradient of y, of width D; inside are a and the gradient of h
-    width = model.width if outside else moe.expert_width * (2 if first else 1)
-    rounded = (load.tokens if own and outside else rows) * width * (ROW_ROUNDING if own else TE_ROUNDING)
+    rounded = rows * (model.width if outside else moe.expert_width * (2 if first else 1))
     if not backward:
-        rounded += TE_ROUNDING * moe.experts * model.width * moe.expert_width * (2 if first else 1)
-    passes = Work(0.0, rounded * layers, 2.0 * layers)
-    if not own:
-        products = _seconds(work._replace(bytes=work.bytes / 2), chip.fp8 * e.low_gemm, chip, e)
-    elif backward:
-        half = work.times(0.5)
-        products = _seconds(half._replace(bytes=half.bytes / 2), chip.fp8 * e.row_gemm, chip, e)
-        products += _seconds(half, chip.bf16 * e.grouped, chip, e)
-    else:
-        products = _seconds(work._replace(bytes=work.bytes / 2), chip.fp8 * e.row_gemm, chip, e)
-    return products + _seconds(passes, chip.bf16, chip, e)
+        rounded += moe.experts * model.width * moe.expert_width * (2 if first else 1)
+    layers = model.layers - moe.dense_layers
+    passes = Work(0.0, ROUNDING * rounded * layers, 2.0 * layers)
+    return _seconds(work._replace(bytes=work.bytes / 2), chip.fp8 * e.low_gemm, chip, e) + _seconds(passes, chip.bf16, chip, e)
+
+
+def _row_gemm(recipe: Recipe, load: Load, name: str, work: Work, backward: bool, chip: Chip, e: Efficiency) -> float:
+    """The same under fp8_row, from the tensors that its kernels read and write (model/experts/fp8.py).
+
+    Forward products and data gradients are in 8 bits; what they write does not hide behind their arithmetic. Weight gradients,
+    half of the backward pass, are those of bf16. Tokens are rounded before they are routed, where there are fewer of them. The
+    activation's backward is a pass of its own, which in bf16 is part of a product: da and h read, dh written in bf16 and in 8
+    bits, the weighted activation written.
+    """
+    model, moe = recipe.model, recipe.model.moe
+    T, D, F, N = load.tokens, model.width, moe.expert_width, load.real * moe.top_k
+    weight = moe.experts * D * F
+    written, passes = {
+        ("experts gemm 1", False): (6 * N * F, ROW_ROUNDING * T * D + ROUNDING * 2 * weight),  # h and a
+        ("experts gemm 2", False): (2 * N * D, ROW_ROUNDING * N * F + ROUNDING * weight),
+        ("experts gemm 2", True): (2 * N * F, ROW_ROUNDING * T * D + 14 * N * F),
+        ("experts gemm 1", True): (2 * N * D, 0),
+    }[name, backward]
+    layers = model.layers - moe.dense_layers
+    half = work.times(0.5) if backward else work
+    seconds = _seconds(half._replace(bytes=0.0), chip.fp8 * e.row_gemm, chip, e)
+    seconds += _seconds(Work(0.0, float(written + passes) * layers, 2.0 * layers), chip.bf16, chip, e)
+    return seconds + (_seconds(half, chip.bf16 * e.grouped, chip, e) if backward else 0.0)
 
 
 def optimizer_work(recipe: Recipe, vocabulary: int, ranks: int) -> Work:

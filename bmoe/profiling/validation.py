@@ -1,11 +1,12 @@
 """How far the roofline model is from what was measured: the points it is held against, and its error at each.
 
-All on one H200 with prediction made for the same load: MoE layers, forward and backward, with the fused kernels and with
-torch's grouped products compiled, in bf16 and in 8 bits (as in docs/kernels.md; T = 16,384 tokens in sequences of 1,024); steps,
-replayed where training replays them (docs/benchmarks.md; some numbers there are of other runs). The model's efficiencies
-come from the kernels of two of these steps, so the steps say less about it than the layers.
+All on one H200 with prediction made for the same load: MoE layers, forward and backward, of sequences of 1,024 tokens, with the
+fused kernels (replayed) and with torch's grouped products compiled, in bf16 and in 8 bits; steps, replayed where training replays
+them (docs/benchmarks.md; some numbers there are of other runs). The model's efficiencies come from the kernels of two of these
+steps, the rate of the experts' products from those of a third too, the rate of fp8_row's from the kernels of its first layer, and
+the host's time for Transformer Engine from its three layers; all other points were only predicted.
 
-`python benchmarks/profile_accuracy.py --only steps` prints new `STEPS`.
+`python benchmarks/profile_accuracy.py --only steps` prints new `STEPS`, `python benchmarks/fp8_gain.py` times fp8_row beside bf16.
 """
 
 import functools
@@ -21,7 +22,11 @@ from bmoe.recipe import Recipe
 MEASURED_ON = "h200"
 EXPERTS = ("router", "dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")
 PROTEINS = Load(16384, 16217, 7973417, 2432)  # of UniRef90's lengths
-FULL, TARGETS = Load(16384, 16384, 16384 * 1024.0, 2458), Load(16384, 16384, 16384 * 1024.0, 16368)
+
+
+def full(tokens: int) -> Load:
+    """Decoder's batch of sequences of 1,024 tokens, all but the last of which is a target."""
+    return Load(tokens, tokens, tokens * 1024.0, tokens - tokens // 1024)
 
 
 class Layer(NamedTuple):
@@ -33,10 +38,12 @@ class Layer(NamedTuple):
     experts: str
     seconds: float
     precision: str = "bf16"
+    tokens: int = 16384
 
     def __str__(self) -> str:
         count, top_k, expert_width = self.moe
-        return f"a layer of D {self.width}, {count} experts k{top_k} of F {expert_width} ({self.experts}, {self.precision})"
+        tokens = "" if self.tokens == 16384 else f", {self.tokens:,} tokens"
+        return f"a layer of D {self.width}, {count} experts k{top_k} of F {expert_width} ({self.experts}, {self.precision}{tokens})"
 
     def predicted(self) -> float:
         """Seconds that the model gives."""
@@ -48,7 +55,7 @@ class Layer(NamedTuple):
                 "backend": {"experts": self.experts, "attention": "flash"}, "precision": {"kind": self.precision},
             }
         )  # fmt: skip
-        parts = predict.part_seconds(recipe, 33, FULL, chips.find(MEASURED_ON))
+        parts = predict.part_seconds(recipe, 33, full(self.tokens), chips.find(MEASURED_ON))
         return sum(parts[name]["seconds"] for name in EXPERTS)
 
 
@@ -80,15 +87,17 @@ class Step(NamedTuple):
 
 
 LAYERS = (
-    Layer(2048, 32, (8, 2, 5632), "triton", 11.26e-3),
-    Layer(1280, 20, (8, 2, 3584), "triton", 4.78e-3),
-    Layer(1280, 20, (64, 8, 768), "triton", 4.94e-3),
+    Layer(2048, 32, (8, 2, 5632), "triton", 10.80e-3),
+    Layer(2048, 32, (8, 2, 5632), "triton", 21.61e-3, tokens=32768),
+    Layer(1280, 20, (8, 2, 3584), "triton", 4.46e-3),
+    Layer(1280, 20, (64, 8, 768), "triton", 4.28e-3),
     Layer(2048, 32, (8, 2, 5632), "grouped", 13.4e-3),
     Layer(1280, 20, (8, 2, 3584), "grouped", 6.17e-3),
     Layer(1280, 20, (64, 8, 768), "grouped", 7.37e-3),
-    Layer(2048, 32, (8, 2, 5632), "triton", 10.63e-3, "fp8_row"),
-    Layer(1280, 20, (8, 2, 3584), "triton", 4.73e-3, "fp8_row"),
-    Layer(1280, 20, (64, 8, 768), "triton", 4.80e-3, "fp8_row"),
+    Layer(2048, 32, (8, 2, 5632), "triton", 9.47e-3, "fp8_row"),
+    Layer(2048, 32, (8, 2, 5632), "triton", 18.07e-3, "fp8_row", tokens=32768),
+    Layer(1280, 20, (8, 2, 3584), "triton", 4.20e-3, "fp8_row"),
+    Layer(1280, 20, (64, 8, 768), "triton", 4.37e-3, "fp8_row"),
     Layer(2048, 32, (8, 2, 5632), "te", 15.05e-3, "fp8_current"),
     Layer(1280, 20, (8, 2, 3584), "te", 11.67e-3, "fp8_current"),
     Layer(1280, 20, (64, 8, 768), "te", 45.4e-3, "fp8_current"),
@@ -97,12 +106,16 @@ LAYERS = (
 _FLASH = "backend.experts=triton backend.attention=flash"
 _DECODER = "esm2_moe model.kind=decoder objective.kind=clm model.tie_head=false backend.experts=triton"
 _SMALL = f"{_DECODER} model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816"
+_WIDE = (
+    "esm2_moe model.kind=decoder objective.kind=clm model.layers=4 model.width=2048 model.heads=16 model.moe.expert_width=5632 "
+    f"data.tokens_per_batch=32768 {_FLASH}"
+)
 STEPS = (
-    Step(f"{_SMALL} backend.attention=flash", TARGETS, 62.9e-3),
-    Step(f"{_SMALL} backend.attention=varlen", TARGETS, 67.7e-3),
+    Step(f"{_SMALL} backend.attention=flash", full(16384), 62.9e-3),
+    Step(f"{_SMALL} backend.attention=varlen", full(16384), 67.7e-3),
     Step(
         f"{_DECODER} model.layers=8 model.moe.experts=64 model.moe.top_k=8 model.moe.expert_width=768 backend.attention=flash",
-        TARGETS,
+        full(16384),
         66.4e-3,
     ),
     Step(
@@ -123,6 +136,8 @@ STEPS = (
         PROTEINS,
         68.3e-3,
     ),
+    Step(_WIDE, full(32768), 124.2e-3),
+    Step(f"{_WIDE} precision.kind=fp8_row", full(32768), 107.4e-3),
 )
 
 Point = Layer | Step
@@ -131,6 +146,16 @@ Point = Layer | Step
 def errors() -> dict[Point, float]:
     """Predicted over measured, less 1, of every point."""
     return {point: point.predicted() / point.seconds - 1 for point in (*LAYERS, *STEPS)}
+
+
+def gains() -> dict[Point, tuple[float, float]]:
+    """fp8_row's speed-up over bf16, measured and predicted, of every layer and step that was timed in both, in turns."""
+    bf16 = {point._replace(precision="bf16", seconds=0.0): point for point in LAYERS if point.precision == "bf16"}
+    found: dict[Point, tuple[float, float]] = {}
+    pairs = [(bf16[low._replace(precision="bf16", seconds=0.0)], low) for low in LAYERS if low.precision == "fp8_row"]
+    for one, low in (*pairs, STEPS[-2:]):
+        found[low] = one.seconds / low.seconds, one.predicted() / low.predicted()
+    return found
 
 
 @functools.cache

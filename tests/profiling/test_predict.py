@@ -36,6 +36,14 @@ def test_the_model_against_steps_measured_on_an_h200():
     assert median(errors) < 0.15
 
 
+def test_gains_of_row_wise_fp8_measured_on_an_h200():
+    """Speed-ups over bf16 in turns (benchmarks/fp8_gain.py); none of them was used to choose the rate of its products."""
+    found = list(validation.gains().values())
+    assert [measured for measured, _ in found] == pytest.approx([1.140, 1.196, 1.062, 0.979, 1.156], abs=1e-3)
+    off = [predicted / measured - 1 for measured, predicted in found]
+    assert median(map(abs, off)) < 0.015 and max(map(abs, off)) < 0.04, off
+
+
 @pytest.mark.parametrize("low", [False, True])
 def test_the_error_that_is_shown_is_that_of_the_points(low):
     found, shown = validation.errors(), validation.known_error(low)
@@ -76,14 +84,14 @@ def test_low_precision_pays_for_wide_experts_and_not_for_small_ones():
         gain[name] = (
             predict.step(layer(*shape), 33, FULL, b200)["batch_s"] / predict.step(layer(*shape, kind="mxfp8"), 33, FULL, b200)["batch_s"]
         )
-    assert gain["wide"] > 1.15 and gain["small"] < gain["wide"]
+    assert gain["wide"] > 1.1 and gain["small"] < gain["wide"]
 
 
 def test_fp8_row_computes_two_thirds_in_8_bits():
     """Where rounding counts for nothing, forward products and data gradients gain the ratio of their rates, weight gradients nothing."""
     h200, e = chips.find("h200"), predict.EFFICIENCY
-    huge = Load(2**22, 2**22, 1.0, 1)
-    wide = [predict.part_seconds(layer(65536, 65536, 8, 8, kind), 33, huge, h200) for kind in ("bf16", "fp8_row")]
+    huge = Load(2**26, 2**26, 1.0, 1)
+    wide = [predict.part_seconds(layer(2**18, 2**18, 8, 8, kind), 33, huge, h200) for kind in ("bf16", "fp8_row")]
     gain = h200.fp8 * e.row_gemm / (h200.bf16 * e.grouped)
     for name in ("experts gemm 1", "experts gemm 2"):
         bf16, low = (parts[name] for parts in wide)
@@ -92,14 +100,20 @@ def test_fp8_row_computes_two_thirds_in_8_bits():
     assert {name: part for name, part in wide[0].items() if "gemm" not in name} == {n: p for n, p in wide[1].items() if "gemm" not in n}
 
 
-def test_fp8_row_rounds_tokens_and_transformer_engine_rows():
-    """Bytes of the rounding passes by hand: 8 experts of top-8, so every token is 8 rows."""
+def test_bytes_of_rounding_by_hand():
+    """8 experts of top-8, so every token is 8 rows. Transformer Engine rounds routed rows, fp8_row tokens; what its products write
+    (h and a, y's rows, da, dx's rows) and the activation's backward (da, h, dh, dh in 8 bits, the weighted a) count beside them."""
     h200, load = chips.find("h200"), Load(4096, 4096, 1.0, 1)
     recipe = {kind: layer(1024, 512, 8, 8, kind) for kind in ("fp8_row", "fp8_current")}
-    weights = 6.0 * 8 * 1024 * 512
+    weights, rows = 6.0 * 8 * 1024 * 512, 32768
     by_hand = {
-        "fp8_row": [3 * 4096 * 1024 + 2 * weights, 3 * 32768 * 1024, 3 * 32768 * 512 + weights, 3 * 4096 * 1024],
-        "fp8_current": [6 * 32768 * 1024 + 2 * weights, 6 * 32768 * 1024, 6 * 32768 * 512 + weights, 6 * 32768 * 1024],
+        "fp8_row": [
+            3 * 4096 * 1024 + 2 * weights + rows * (1024 + 512) * 2,
+            rows * 1024 * 2,
+            3 * rows * 512 + weights + rows * 1024 * 2,
+            3 * 4096 * 1024 + rows * 512 * 2 + rows * (512 * 2 + 1024 * 2 + 1024 * 2 + 1024 + 512 * 2),
+        ],
+        "fp8_current": [6 * rows * 1024 + 2 * weights, 6 * rows * 1024, 6 * rows * 512 + weights, 6 * rows * 1024],
     }
     for kind, expected in by_hand.items():
         found = []
