@@ -39,10 +39,11 @@ def print_version(wanted: bool) -> None:
 
 
 VERSION = typer.Option("--version", help="Print the version.", is_eager=True, callback=print_version)
+DEBUG = typer.Option("--debug", help="Show the traceback of an error; also after the command.")
 
 
 @app.callback()
-def root(version: Annotated[bool, VERSION] = False) -> None:
+def root(version: Annotated[bool, VERSION] = False, debug: Annotated[bool, DEBUG] = False) -> None:
     """The options of bmoe itself; every command has its own."""
 
 
@@ -120,7 +121,7 @@ def train(
     stop_at: Annotated[int | None, typer.Option("--stop-at", min=1, metavar="STEP", help="Save and exit after this step.")] = None,
     max_time: Annotated[str | None, typer.Option("--max-time", metavar="3h50m", help="Save and exit after this time.")] = None,
     procs: Annotated[int | None, typer.Option("--procs", min=1, help="With --device cpu: processes.")] = None,
-    restarts: Annotated[int, typer.Option("--restarts", min=0, metavar="N", help="Start all ranks anew if one dies.")] = 0,
+    restarts: Annotated[int, typer.Option("--restarts", min=0, metavar="N", help="Start anew if a process dies.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and its size, without running it.")] = False,
     world: Annotated[int | None, typer.Option("--world", min=1, help="With --dry-run: ranks.")] = None,
     chip: Annotated[str | None, typer.Option("--chip", metavar="h100|h200|b200|gb200", help="With --dry-run: this chip only.")] = None,
@@ -306,7 +307,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command line and return its exit code."""
-    debug = "--debug" in arguments
+    debug = "--debug" in arguments  # listed among the root's options, and taken out here because it may stand anywhere
     arguments = [a for a in arguments if a != "--debug"]
     try:
         code = app(arguments, prog_name="bmoe", standalone_mode=False, obj=arguments)

@@ -273,7 +273,8 @@ def test_empty_fasta_and_corrupt_shards(here, capsys):
     assert bmoe(capsys, "prepare", "--verify", "shards")[0] == 0
 
 
-def test_debug_shows_the_traceback_before_or_after_the_command(here):
+def test_debug_shows_the_traceback_before_or_after_the_command(here, capsys):
+    assert "--debug" in bmoe(capsys, "--help")[1]
     for arguments in (["--debug", "train", "no.yaml"], ["train", "no.yaml", "--debug"]):
         with pytest.raises(recipes.RecipeError):
             cli.run(arguments)

@@ -45,10 +45,8 @@ def start(recipe: Recipe, request: Request, limits: Limits) -> int:
     ranks = request.procs or 1
     if device.type == "cuda":
         ranks = request.gpus or torch.cuda.device_count()
-    if here is None and ranks > 1:
+    if here is None and not launch.is_launched() and (ranks > 1 or request.restarts):
         return start_ranks(recipe, request, device, ranks)
-    if request.restarts and here is None:
-        raise RequestError(f"--restarts {request.restarts}: only several ranks are started again; add --gpus N, or --device cpu --procs N")
     limits.began = launch.began() or limits.began  # a restart takes no more time than was left
     if here is None or here.rank == 0:
         console.note(line)
@@ -67,12 +65,14 @@ def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: i
     """Prepare the data if needed, start the ranks on this machine, wait. Returns the exit code."""
     folder = train.run_folder(recipe, request.out, request.resume)
     ensure_data(recipe)
-    where = f"{ranks} GPUs ({torch.cuda.get_device_name(0)})" if device.type == "cuda" else f"the CPU as {ranks} processes"
-    console.note(f"running on {where}")
+    if ranks > 1:  # one process says it itself
+        where = f"{ranks} GPUs ({torch.cuda.get_device_name(0)})" if device.type == "cuda" else f"the CPU as {ranks} processes"
+        console.note(f"running on {where}")
+    go_on = "all ranks go on" if ranks > 1 else "it goes on"
 
     def again(number: int, reason: str) -> None:
         newest = checkpoint.newest_whole(folder / "checkpoints")
-        console.note(f"{reason}; restart {number} of {request.restarts}: all ranks go on from {newest or 'the start'}")
+        console.note(f"{reason}; restart {number} of {request.restarts}: {go_on} from {newest or 'the start'}")
 
     resume = () if request.resume else ("--resume",)
     logs = folder.with_name(folder.name + ".logs")

@@ -31,6 +31,7 @@ from bmoe.training.optimizer import AdamW
 from bmoe.training.stopping import Limits
 from bmoe.training.tracking import Trackers
 
+RECIPE, RECIPE_PARTIAL = "recipe.yaml", "recipe.partial"  # of a run; the second is left by a kill in the first moment
 RESUMABLE = ("training.steps", "logging.", "checkpoint.", "parallel.", "backend.", "data.path")  # may differ on --resume
 
 
@@ -53,16 +54,23 @@ def signals_to(limits: Limits) -> Iterator[None]:
 
 
 def run_folder(recipe: Recipe, out: str | None, resume: bool) -> Path:
-    """The run's folder. Raises RequestError if it exists and --resume is not given."""
+    """The run's folder: one that is missing or empty is a new run's, with --resume or without, so that the first start of a
+    job and its requeue are one command line. Raises RequestError for a run without --resume, and for what is no run."""
     folder = Path(out) if out else Path("runs") / recipe.name
-    if folder.exists() and not resume:
-        raise RequestError(f"{folder} exists already; add --resume to go on with it, or --out to write elsewhere")
+    if (folder / RECIPE).is_file():
+        if not resume:
+            raise RequestError(f"{folder} exists already; add --resume to go on with it, or --out to write elsewhere")
+    elif folder.exists():
+        strange = [folder] if not folder.is_dir() else [p for p in folder.iterdir() if p.name[0] != "." and p.name != RECIPE_PARTIAL]
+        if strange:
+            why = "is no folder" if strange == [folder] else f"is no run: it has {min(strange).name} but no {RECIPE}"
+            raise RequestError(f"{folder} {why}; name an empty or a new folder with --out")
     return folder
 
 
 def check_same(folder: Path, recipe: Recipe) -> None:
     """Refuse to resume with a recipe that differs in what may not change."""
-    saved = folder / "recipe.yaml"
+    saved = folder / RECIPE
     if not saved.is_file():
         return
     keys = [k for k in recipes.differences(recipes.load(saved), recipe) if not k.startswith(RESUMABLE)]
@@ -78,17 +86,21 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     resolved, reasons = setup.resolve(recipe, world)
     world = world.arrange(resolved.parallel)
     folder, data = on_first(world, lambda: begin(resolved, reasons, out, resume))
-    resolved = recipes.load(folder / "recipe.yaml")
+    resolved = recipes.load(folder / RECIPE)
     shards, valid = open_split(resolved, data, "train"), open_split(resolved, data, "valid")
 
     if first_of_host():
         for split in (shards, valid):
             split.check_in_background()
-    newest = checkpoint.resume_point(folder, world, console.note if world.rank == 0 else lambda text: None) if resume else None
+    note = console.note if world.rank == 0 else lambda text: None
+    newest = checkpoint.resume_point(folder, world, note) if resume else None
     model, optimizer = build(resolved, shards.alphabet, world, fresh=newest is None)
     progress = state.load_state(newest, model, optimizer, checked=True) if newest else state.Progress()
     if world.rank == 0:
-        MetricsLog(folder / "metrics.jsonl").cut_back(progress.step)
+        log = MetricsLog(folder / "metrics.jsonl")
+        if resume and not newest:
+            note(f"{folder} has no checkpoint: starting from step 0" + kept_metrics(log))
+        log.cut_back(progress.step)
     latest: list[perplexity.Perplexity] = []
 
     def validate() -> dict:
@@ -111,6 +123,12 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     return outcome, folder, records[-1] if records else {}
 
 
+def kept_metrics(log: MetricsLog) -> str:
+    """Set the log of a run that starts again aside, and say so as the end of a sentence; empty for a new run."""
+    aside = log.set_aside()
+    return f"; the metrics of its {aside[1]:,} steps before are kept as {aside[0].name}" if aside else ""
+
+
 def first_of_host() -> bool:
     """Whether this rank is the first one on its machine, as the launchers number them."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
@@ -125,9 +143,9 @@ def begin(resolved: Recipe, reasons: dict[str, str], out: str | None, resume: bo
     resolved = with_absolute_paths(resolved)
     check_same(folder, resolved)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "recipe.partial"
+    partial = folder / RECIPE_PARTIAL
     partial.write_text(recipes.dump(resolved, reasons))
-    partial.replace(folder / "recipe.yaml")
+    partial.replace(folder / RECIPE)
     return folder, data
 
 

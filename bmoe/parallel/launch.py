@@ -8,7 +8,8 @@ ranks that merely lost a peer are not the reason. Rank 0 keeps the terminal; the
 Signals to the launcher go on to all ranks, which checkpoint and leave with 75 or 130.
 
 With restarts allowed, `run` starts all ranks again when one was killed, crashed, hung or lost its network. What would only
-happen again is not tried again: a refused request, a step that is not finite, a full disk, an end by a signal.
+happen again is not tried again: a refused request, a step that is not finite, a full disk, an end by a signal. One process
+can be started like this too: it is a world of its own, without peers, which tells the launcher how it ended.
 """
 
 import ctypes
@@ -90,6 +91,8 @@ def world_from_environment(device: str) -> World:
     """
     found = place()
     if found is None:
+        if is_launched():
+            _report_to_launcher(0)
         return World(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"))
     here = torch.device("cpu")
     if device == "cuda":
@@ -102,9 +105,8 @@ def world_from_environment(device: str) -> World:
     if "MASTER_ADDR" not in os.environ:
         host, port = slurm_address(os.environ)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-    if PIDS in os.environ:
-        Path(os.environ[PIDS], str(found.rank)).write_text(str(os.getpid()))
-        _outlive_no_launcher()
+    if is_launched():
+        _report_to_launcher(found.rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
         dist.init_process_group(
@@ -116,8 +118,10 @@ def world_from_environment(device: str) -> World:
     return World(here, found.rank, found.size)
 
 
-def _outlive_no_launcher() -> None:
-    """Have the kernel ask this rank to save and leave when the launcher is killed: nobody would stop it otherwise."""
+def _report_to_launcher(rank: int) -> None:
+    """Say where signals reach this rank, and have the kernel ask it to save and leave when the launcher is killed: nobody
+    would stop it otherwise."""
+    Path(os.environ[PIDS], str(rank)).write_text(str(os.getpid()))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -140,11 +144,12 @@ def on_first(world: World, function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def rank_of(world: World) -> Iterator[None]:
-    """The life of a rank: what ends it is left for the launcher, and a good end waits for all. Nothing for one process.
+    """The life of a rank: what ends it is left for the launcher, and a good end waits for all. Nothing for one process that
+    no launcher started.
 
     A lost peer becomes a RunError of one sentence.
     """
-    if world.size == 1:
+    if world.size == 1 and not is_launched():
         yield
         return
     try:
@@ -154,7 +159,7 @@ def rank_of(world: World) -> Iterator[None]:
         refused = isinstance(error, RequestError)
         leave_reason(str(error), 2 if refused else 1, again=_may_pass(error))
         if refused or world.device.type == "cpu":  # else gloo's threads abort at exit; NCCL's may wait for ranks that still run
-            dist.destroy_process_group()
+            _part(world)
         raise
     except (dist.DistError, RuntimeError) as error:
         if not _is_lost_peer(error):
@@ -168,7 +173,12 @@ def rank_of(world: World) -> Iterator[None]:
     except BaseException as error:
         leave_reason(f"{type(error).__name__}: {_first_line(error)}", again=_may_pass(error))
         raise
-    dist.destroy_process_group()
+    _part(world)
+
+
+def _part(world: World) -> None:
+    if world.size > 1:
+        dist.destroy_process_group()
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -235,7 +245,8 @@ def run(
     `note` is told of each (its number from 1, what ended the start before).
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_reason` says it in one sentence
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // procs)))
+    if procs > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // procs)))
     os.environ[BEGAN] = str(time.monotonic())
     for old in logs.glob("restart-*"):
         shutil.rmtree(old, ignore_errors=True)
@@ -292,7 +303,7 @@ def _start_once(arguments: list[str], procs: int, logs: Path, code: str, caught:
         return End(0, None)
     if not isinstance(outcome[0], ChildFailedError):
         raise outcome[0]
-    return _explain(outcome[0].failures, caught[-1] if caught else 0, logs)
+    return _explain(outcome[0].failures, caught[-1] if caught else 0, logs, procs)
 
 
 def _wait_and_forward(launcher: threading.Thread, pids: Path, procs: int, caught: list[int]) -> None:
@@ -316,7 +327,7 @@ def _send(pid: int, number: int) -> None:
         return  # that rank has ended already
 
 
-def _explain(failures: Mapping[int, Any], sent: int, logs: Path) -> End:
+def _explain(failures: Mapping[int, Any], sent: int, logs: Path, procs: int) -> End:
     """What to say of the rank that failed first; ranks that lost a peer, or were stopped by the launcher, come last."""
     left = {rank: _reason(logs, rank) for rank in failures}
 
@@ -331,9 +342,11 @@ def _explain(failures: Mapping[int, Any], sent: int, logs: Path) -> End:
         return End(130 if sent == signal.SIGINT else 75, None)
     if reason is not None:
         return reason
+    who = f"rank {rank}" if procs > 1 else "the process"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-    return End(code if code > 0 else 1, f"rank {rank} {how}{hint}; see {logs}/rank-{rank}.err", again=code != 2)
+    more = f"; see {logs}/rank-{rank}.err" if rank else ""  # rank 0 has written to the terminal
+    return End(code if code > 0 else 1, f"{who} {how}{hint}{more}", again=code != 2)
 
 
 def _reason(logs: Path, rank: int) -> End | None:

@@ -18,7 +18,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from bmoe.parallel.launch import leave_reason
+from bmoe.parallel.launch import is_launched, leave_reason
 from bmoe.parallel.world import World, wait
 
 PACKAGE = Path(__file__).parent.parent
@@ -26,7 +26,8 @@ HANG_SECONDS = 900.0  # far above any step, and above compilation and a validati
 
 
 class Watchdog:
-    """Use as a context manager around the loop, and `beat` once a step. Does nothing for one process.
+    """Use as a context manager around the loop, and `beat` once a step. Does nothing for one process that no launcher started:
+    a debugger may hold it, and nobody waits for it.
 
     Args:
         folder: shared by the ranks. limit: seconds without a beat that are a hang.
@@ -39,7 +40,7 @@ class Watchdog:
         self.thread = threading.Thread(target=self._watch, name="bmoe-watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        if self.world.size > 1:
+        if self.world.size > 1 or is_launched():
             self._file(self.world.rank).unlink(missing_ok=True)
             self.thread.start()
         return self
@@ -80,12 +81,14 @@ def describe(found: dict[int, dict], size: int, seconds: float) -> str:
     idle = [rank for rank in late if found[rank]["collective"] is None]
     waiting = {rank: facts for rank, facts in found.items() if facts["collective"] is not None}
     example = next(iter(waiting.values()), None)
-    others = f" while the others wait in {example['collective']} at {example['line']}" if example else ""
+    others = f", while the others wait in {example['collective']} at {example['line']}" if example else ""
     began = f"no step ended for {seconds:.0f} seconds: "
+    if size == 1:
+        return f"{began}the process is at {found[0]['line']}, in step {first}"
     if silent:
         return f"{began}rank {silent[0]} does not answer{others}, in step {first}"
     if idle:
-        return f"{began}rank {idle[0]} is in no collective but at {found[idle[0]]['line']}, in step {found[idle[0]]['step']},{others}"
+        return f"{began}rank {idle[0]} is in no collective but at {found[idle[0]]['line']}, in step {found[idle[0]]['step']}{others}"
     return f"{began}rank {late[0]} waits in {found[late[0]]['collective']} at {found[late[0]]['line']}, in step {first}"
 
 
@@ -93,7 +96,7 @@ def where(thread: int, device: torch.device) -> dict:
     """The collective that a thread waits in (None if it is in none) and its innermost line of bmoe (of anything,
     where it is not in bmoe)."""
     frame: FrameType | None = sys._current_frames().get(thread)
-    collective, line = pending_on_device() if device.type == "cuda" else None, None
+    collective, line = pending_on_device() if device.type == "cuda" and dist.is_initialized() else None, None
     innermost = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "its end"
     while frame is not None:
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_name

@@ -8,7 +8,7 @@ without that ending is whole, whatever killed the run, and `latest` never names 
 host first, one after the other; with `async` the files are then written and hashed by a thread while training goes on.
 
 Before a checkpoint is read, its files are compared with their digests. A resume sets a damaged one aside (`step-….damaged`)
-and takes the one before.
+and takes the one before. Where none is left it refuses, and goes on refusing until the user has moved what was set aside.
 
 The newest `keep` checkpoints stay, and the one with the lowest valid_loss.
 
@@ -95,19 +95,23 @@ def _whole(directory: Path) -> list[Path]:
 
 
 def resume_point(run: Path, world: World, note: Callable[[str], None] = lambda text: None) -> Path | None:
-    """The newest undamaged checkpoint of a run, the same on every rank; None if there is none yet. Collective.
+    """The newest undamaged checkpoint of a run, the same on every rank; None if it never had one. Collective.
 
     Damaged ones that are newer are renamed, and `note` is told of each. Raises RequestError if all are damaged.
     """
-    directory, fault = run / "checkpoints", None
+    directory = run / "checkpoints"
     for path in on_first(world, lambda: _whole(directory)[::-1]):
         fault = damage(path)
         if fault is None:
             return path
         aside = on_first(world, lambda path=path: _set_aside(path))
         note(f"{path} is damaged ({fault}); it is set aside as {aside.name}")
-    if fault is not None:
-        raise RequestError(f"every checkpoint of {run} was damaged and is set aside (the last: {fault}); --resume now starts from step 0")
+    left = on_first(world, lambda: sorted(p.name for p in directory.glob("step-*") if not p.name.endswith(PARTIAL)))
+    if left:
+        raise RequestError(
+            f"no checkpoint of {run} can be used: {', '.join(left)} in {directory} {'is' if len(left) == 1 else 'are'} damaged; "
+            "put a good copy there, or move what is damaged away and --resume starts again from step 0"
+        )
     return None
 
 

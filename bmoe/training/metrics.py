@@ -3,6 +3,7 @@
 Names are the contract of docs/architecture.md. Arrays have one entry a layer, null for dense layers.
 """
 
+import itertools
 import json
 import math
 import os
@@ -23,13 +24,22 @@ class MetricsLog:
             os.fsync(file.fileno())
 
     def cut_back(self, step: int) -> None:
-        """Drop records after `step`, and a last line that a kill left unfinished."""
+        """Drop records after `step`, and a last line that a kill left unfinished. They will be written again."""
         if not self.path.exists():
             return
         kept = [line for line in self.path.read_text().splitlines() if _whole(line) and json.loads(line)["step"] <= step]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(line + "\n" for line in kept))
         partial.replace(self.path)
+
+    def set_aside(self) -> tuple[Path, int] | None:
+        """Rename a log that has records, for a run that starts again: its new name and its last step; None if there is none."""
+        records = self.read()
+        if not records:
+            return None
+        names = (self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}") for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        return self.path.rename(aside), records[-1]["step"]
 
     def read(self) -> list[dict]:
         """All whole records."""

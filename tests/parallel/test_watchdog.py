@@ -28,6 +28,7 @@ def test_the_culprit_is_the_one_the_others_wait_for():
     assert "rank 2 does not answer" in describe(both, 3, 60)
     assert "rank 1 waits in all_to_all_single" in describe({0: facts(5, "all_reduce"), 1: facts(4, "all_to_all_single")}, 2, 60)
     assert "rank 0 is in no collective" in describe({0: facts(5, None), 1: facts(5, "all_reduce")}, 2, 60)
+    assert describe({0: facts(5, None)}, 1, 60) == "no step ended for 60 seconds: the process is at bmoe/x.py:1, in step 5"
 
 
 def test_who_waits_for_a_collective_that_was_started_before_is_in_it():

@@ -168,9 +168,19 @@ def test_a_resume_sets_a_damaged_checkpoint_aside_and_takes_the_one_before(tmp_p
     save(tmp_path, 2, keep=1)  # what was set aside counts for nothing
     assert checkpoint.resume_point(tmp_path, world).name == "step-0000000002"
     flip(newest(tmp_path) / "meta.json")
-    with pytest.raises(RequestError, match="every checkpoint of .* was damaged"):
-        checkpoint.resume_point(tmp_path, world)
+    for _ in range(2):  # a second attempt does not begin a new run over the old one
+        with pytest.raises(RequestError, match=r"no checkpoint of .* can be used: step-.*2.damaged, .* are damaged; put a good copy"):
+            checkpoint.resume_point(tmp_path, world)
+    for folder in (tmp_path / "checkpoints").glob("step-*"):
+        folder.rename(tmp_path / folder.name)
     assert checkpoint.resume_point(tmp_path, world) is None
+
+
+def test_a_checkpoint_that_lost_its_meta_is_not_taken_for_none(tmp_path):
+    save(tmp_path, 1)
+    (newest(tmp_path) / "meta.json").unlink()
+    with pytest.raises(RequestError, match=r"step-0000000001 in .* is damaged"):
+        checkpoint.resume_point(tmp_path, World(torch.device("cpu")))
 
 
 def test_a_damaged_meta_does_not_stop_a_save(tmp_path):
