@@ -49,6 +49,7 @@ def root(version: Annotated[bool, VERSION] = False, debug: Annotated[bool, DEBUG
 
 @app.command()
 def prepare(
+    context: typer.Context,
     inputs: Annotated[list[str] | None, typer.Argument(metavar="INPUT...", help="Files, globs, directories, or - for stdin.")] = None,
     out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Where the shards go; default data/<stem> of one input.")] = None,
     alphabet: Annotated[str, typer.Option(metavar="protein|dna|dna-bpe:N")] = "protein",
@@ -82,6 +83,10 @@ def prepare(
     common.check_target("--json", json)
     if verify is not None and names:
         raise RequestError("--verify DIR checks one prepared folder and takes no INPUT")
+    if verify is not None:
+        refuse_others(context, "--verify", {"json", "verify"})
+    elif merge:
+        refuse_others(context, "--merge", {"json", "merge", "out"})
     if verify is not None:
         results = job.verify(verify)
     elif merge:
@@ -291,6 +296,14 @@ def evaluate(
         console.note(f"report written to {write_evaluation_report(results, report)}")
 
 
+def refuse_others(context: typer.Context, flag: str, allowed: set[str]) -> None:
+    """Raise RequestError if options were given that a command does not read together with `flag`."""
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name).name == "COMMANDLINE"
+        if given and parameter.name not in allowed and parameter.name != "inputs":
+            raise RequestError(f"{flag} takes no {max(parameter.opts, key=len)}; leave it out")
+
+
 def seconds(text: str) -> float:
     """Seconds of `90`, `45s`, `30m`, `3h50m` or `1d12h`. Raises RequestError."""
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
@@ -310,7 +323,7 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments  # listed among the root's options, and taken out here because it may stand anywhere
     arguments = [a for a in arguments if a != "--debug"]
     try:
-        code = app(arguments, prog_name="bmoe", standalone_mode=False, obj=arguments)
+        code = app(arguments, prog_name="bmoe", standalone_mode=False, obj=[*arguments, *["--debug"] * debug])
         return code if isinstance(code, int) else 0
     except typer.Exit as leave:
         return leave.exit_code
