@@ -231,7 +231,16 @@ REFUSALS = [
     (["prepare", "--merge", "a"], "--out DIR"),
     (["prepare", "tiny.yaml", "--part", "1/3"], "--part i/n needs --out"),
     (["prepare", "tiny.yaml", "--json", "/nonexistent/x.json"], "no folder /nonexistent"),
+    (["prepare", "tiny.yaml", "--part", "\u00b2/3", "--out", "o"], "i/n"),
     (["prepare", "tiny.yaml", "--verify", "."], "takes no INPUT"),
+    (["prepare", "--verify", ".", "--seed", "3"], "--verify takes no --seed"),
+    (["prepare", "--merge", "a", "b", "--out", "c", "--no-dedup"], "--merge takes no --dedup"),
+    (["prepare", "--merge", "tiny.yaml", "--out", "c"], "tiny.yaml is a file: name a folder"),
+    (["prepare", "--verify", ""], "--verify is empty"),
+    (["prepare", "tiny.yaml", "--out", ""], "--out is empty"),
+    (["prepare", ""], "an input has an empty name"),
+    (["prepare", "tiny.yaml", "--out", "tiny.yaml"], "--out tiny.yaml is a file"),
+    (["prepare", "/dev/null"], "--out DIR is needed for several inputs, globs, pipes"),
     (["prepare", str(PROTEINS), "--out", "/proc/nowhere"], "/proc/nowhere"),
     (["train", "."], "is a folder, not a recipe"),
     (["train", "tiny.yaml", "--dry-run", "--set", "model.init_from=nowhere"], "model.init_from"),
@@ -288,6 +297,29 @@ def test_default_folder_of_a_preparation(here, capsys):
     assert results["records_read"] == 500 and results["records_kept"] + sum(results["records_dropped"].values()) == 500
     for key in ("residues", "splits", "seconds", "mb_per_s"):
         assert key in results
+
+
+def test_the_folder_of_a_directory_has_its_name(here, capsys):
+    Path("mine.v2/sub").mkdir(parents=True)
+    Path("mine.v2/a.fasta").write_text(">a\nMKV\n")
+    assert bmoe(capsys, "prepare", "mine.v2/")[0] == 0 and Path("data/mine.v2/manifest.json").is_file()
+    os.chdir("mine.v2/sub")
+    assert bmoe(capsys, "prepare", "..")[0] == 0 and Path("data/mine.v2/manifest.json").is_file()
+
+
+def test_train_prepares_with_a_report_and_goes_on_where_that_was_interrupted(here, capsys, monkeypatch):
+    from bmoe import console
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    train = ("train", "tiny.yaml", "--device", "cpu", "--set", "training.steps=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(console.PreparationView, "update", interrupted)
+        assert bmoe(capsys, *train)[0] == 130
+    assert Path("shards/.prepare/journal").is_file() and not Path("shards/manifest.json").exists()
+    assert bmoe(capsys, *train)[0] == 0
+    assert Path("shards/report.html").is_file()
 
 
 def test_a_byte_that_flips_in_a_shard_ends_training_with_its_name(here, capsys):

@@ -8,6 +8,7 @@ Whether a record is cut into fragments depends on the record alone, never on whe
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from bmoe.data.formats import foreign
 from bmoe.errors import RequestError
 
 TARGET = 2 << 20  # enough that what Python does for each block hardly counts
@@ -58,15 +59,27 @@ class _Buffer:
 
 
 def cut(
-    chunks: Iterator[bytes], begin: int, stop: int | None, target: int = TARGET, limit: int = LIMIT, fragment: int = FRAGMENT
+    chunks: Iterator[bytes],
+    begin: int,
+    stop: int | None,
+    target: int = TARGET,
+    limit: int = LIMIT,
+    fragment: int = FRAGMENT,
+    *,
+    name: str = "the input",
 ) -> Iterator[Piece]:
     """Pieces of the records that begin at offset `begin` or later and before `stop` (None: all).
 
     Args:
         chunks: bytes from offset `max(begin - 1, 0)` of the input on; read only as far as needed.
+        target, limit, fragment: bytes of a block, of the longest record in one piece, of a fragment.
+        name: of the input, for the RequestError where it is an archive or has a header beyond `limit`.
     """
     buffer = _Buffer(chunks, max(begin - 1, 0))
     if begin == 0:
+        buffer.fill(FRAGMENT)
+        if what := foreign(buffer.data):
+            raise RequestError(f"{name} is {what}")
         skipped, text = _skip_preamble(buffer)
         if skipped or not buffer.data:
             yield Piece(b"", buffer.base, skipped=skipped, text=text)
@@ -87,17 +100,18 @@ def cut(
             wanted = min(2 * len(data), limit + 1)
             continue
         if (at < 0 or at > limit) and not 0 <= first_record(data, 0) <= limit:
-            yield from _fragments(buffer, fragment, limit)
+            yield from _fragments(buffer, fragment, limit, name)
         else:
             data = buffer.take(at)
             yield Piece(data, buffer.base)
         wanted = target
 
 
-def _fragments(buffer: _Buffer, target: int, limit: int) -> Iterator[Piece]:
+def _fragments(buffer: _Buffer, target: int, limit: int, name: str) -> Iterator[Piece]:
     """The record at the buffer's start, in fragments that end with lines where lines are short enough."""
     if min((n for n in (buffer.data.find(b"\n", 0, limit), buffer.data.find(b"\r", 0, limit)) if n >= 0), default=-1) < 0:
-        raise RequestError(f"the line at byte {buffer.base} begins like a header and has more than {limit} bytes: this is no FASTA")
+        place = f"{name} is no FASTA: its line at byte {buffer.base} begins like a header and has more than {limit:,} bytes"
+        raise RequestError(f"{place}; mend it, or leave it out of the inputs")
     continued = middle = False
     while True:
         buffer.fill(2 * target)

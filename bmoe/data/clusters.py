@@ -83,7 +83,7 @@ def load(name: str) -> tuple[np.ndarray, np.ndarray]:
             chunks = decompressed(file, kind, name) if kind else iter(lambda: file.read(LINES), b"")
             first, second = _columns(chunks, name)
     except OSError as error:
-        raise RequestError(f"the cluster table {name} cannot be read: {error.strerror}") from None
+        raise RequestError(f"--clusters {name} cannot be read: {error.strerror}; name a table, or `uniref` for UniRef headers") from None
     if not first.size:
         raise RequestError(f"the cluster table {name} is empty: each line has a member, a tab and its representative")
     for member, cluster in ((first, second), (second, first)):
@@ -112,7 +112,8 @@ def _add(lines: list[bytes], number: int, name: str, columns: tuple[list, list])
         if len(words) == 2:
             fields.append(words)
         elif words:
-            raise RequestError(f"{name}:{k} has {len(words)} columns: a cluster table has a member and its representative")
+            columns = "one column" if len(words) == 1 else f"{len(words)} columns"
+            raise RequestError(f"{name}:{k} has {columns}: each line of a cluster table has a member, a tab and its representative")
     for column, names in zip(columns, zip(*fields, strict=True) if fields else ((), ()), strict=True):
         column.append(name_hashes(list(names)))
     return number + len(lines)

@@ -33,6 +33,11 @@ def decompressed(stream: BinaryIO, kind: str, name: str) -> Iterator[bytes]:
     end = len(pending)  # offset in the stream after `pending`
     while pending:
         decoder, begin = new(), end - len(pending)
+        if begin:
+            pending, end = _enough(pending, end, stream)
+            if kind_of(pending) != kind:
+                place = f"after its {kind} stream, from byte {begin} on, stands something else"
+                raise RequestError(f"{name} is corrupt: {place}; {AGAIN}")
         while not decoder.eof:
             if not pending and decoder.needs_input:
                 pending = stream.read(CHUNK)
@@ -55,6 +60,13 @@ def decompressed(stream: BinaryIO, kind: str, name: str) -> Iterator[bytes]:
         while kind in ("gzip", "xz") and pending and not pending.strip(b"\0"):  # padding with zeros, as tapes and block devices leave it
             pending = stream.read(CHUNK)
             end += len(pending)
+
+
+def _enough(pending: bytes, end: int, stream: BinaryIO) -> tuple[bytes, int]:
+    """`pending`, which ends at `end`, and the next bytes of the stream, so that they tell their kind if there are that many."""
+    while len(pending) < len(max(MAGIC, key=len)) and (more := stream.read(CHUNK)):
+        pending, end = pending + more, end + len(more)
+    return pending, end
 
 
 def _decoder(kind: str, name: str) -> tuple[Callable, tuple[type[Exception], ...]]:

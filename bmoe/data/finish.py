@@ -12,7 +12,7 @@ from bmoe.data.alphabet import TOKENIZER_FILE, Alphabet
 from bmoe.data.bulk import PARTIAL
 from bmoe.data.digests import Digest, digest
 from bmoe.data.ledger import LOG, Ledger
-from bmoe.data.shards import FORMAT, MANIFEST, SPLITS
+from bmoe.data.shards import FORMAT, MANIFEST, SPLITS, manifest_sha256
 from bmoe.data.tasks import Plan
 
 KINDS = ("tokens", "offsets", "headers", "headers.offsets", "clusters", "softmask", "softmask.offsets", "hashes", "excluded")
@@ -31,6 +31,7 @@ def manifest(
 ) -> dict:
     """Rename the files, hash them, write and return the manifest. May be repeated after a kill at any point.
 
+    request: options, part, inputs (names and sizes), and of a part `lines` (`logs.py`).
     begun: digests of some files, by name, which are finished here. digests: returns those of the inputs.
     """
     show("hash")
@@ -65,6 +66,7 @@ def manifest(
         "vocabulary": letters.size,
         "options": request["options"],
         "part": request["part"],
+        **({"lines": request["lines"]} if request["part"] else {}),
         "inputs": [{"name": name, "size": size} for name, size in request["inputs"]],
         "sources": sources(plan, digests()),
         "splits": splits,
@@ -85,7 +87,7 @@ def write(out: Path, manifest: dict) -> None:
     """Write a manifest whole or not at all, and after everything it speaks of."""
     temporary = out / (MANIFEST + PARTIAL)
     with temporary.open("w") as file:
-        file.write(json.dumps(manifest, indent=1) + "\n")
+        file.write(json.dumps(manifest | {"sha256": manifest_sha256(manifest)}, indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, out / MANIFEST)

@@ -1,6 +1,7 @@
 """Inputs in other formats, read by Biopython and handed on as FASTA, so that everything after the record is the same."""
 
 import io
+import itertools
 from collections.abc import Iterator
 
 from bmoe.errors import RequestError
@@ -8,6 +9,28 @@ from bmoe.errors import RequestError
 BIOPYTHON = {"genbank": "genbank", "embl": "embl", "swissprot": "swiss"}
 BLOCK = 1 << 20
 BEGINNINGS = {"fasta": (b">",), "fastq": (b"@",), "genbank": (b"LOCUS ",), "embl": (b"ID ",), "swissprot": (b"ID ",)}
+
+
+FOREIGN = {  # how other files begin, what they are, and what to do
+    b"PK\x03\x04": "a zip archive: unpack it and name the files in it",
+    b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive: unpack it and name the files in it",
+    b"Rar!\x1a\x07": "a RAR archive: unpack it and name the files in it",
+    b"\x1f\x9d": "compressed with compress: unpack it",
+    b"\x04\x22\x4d\x18": "compressed with lz4: unpack it",
+    b"\xff\xfe": "text in UTF-16: save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16: save it as UTF-8",
+    b"%PDF-": "a PDF: take the sequences from their source",
+    b"<!DOCTYPE": "a web page: download the file that it links to",
+    b"<html": "a web page: download the file that it links to",
+}
+USTAR = slice(257, 262)  # where a tar archive says that it is one (POSIX.1-1988)
+
+
+def foreign(head: bytes) -> str | None:
+    """What the file that begins with `head` (unpacked, its first 262 bytes at least) is, and what to do, where it holds no sequences."""
+    if head[USTAR] == b"ustar":
+        return "a tar archive: unpack it and name the files in it"
+    return next((what for beginning, what in FOREIGN.items() if head.startswith(beginning)), None)
 
 
 def advice(head: bytes, format: str) -> str:
@@ -45,7 +68,10 @@ def as_fasta(chunks: Iterator[bytes], format: str, name: str) -> Iterator[bytes]
 
     RequestError, with the number of the record, where Biopython cannot read on.
     """
-    source = _Text(chunks)
+    first = next(chunks, b"")
+    if what := foreign(first):
+        raise RequestError(f"{name} is {what}")
+    source = _Text(itertools.chain((first,) if first else (), chunks))
     text = io.TextIOWrapper(io.BufferedReader(source, BLOCK), encoding="utf-8", errors="replace")
     parts, size, number = [], 0, 0
     records = _fastq(text) if format == "fastq" else _annotated(text, format)

@@ -40,6 +40,11 @@ class Source:
     size: int
 
     @property
+    def shown(self) -> str:
+        """Its name, for people."""
+        return "stdin" if self.name == STDIN else readable(self.name)
+
+    @property
     def random_access(self) -> bool:
         return self.kind in ("plain", "bgzf")
 
@@ -53,28 +58,38 @@ def find(inputs: list[str], format: str) -> list[Source]:
         raise RequestError("no input was named: give FASTA files, directories, globs, or - for stdin")
     names: list[str] = []
     for name in inputs:
+        if not name.strip():
+            raise RequestError("an input has an empty name: name a file (is a variable of the shell not set?)")
         if name == STDIN:
             names.append(name)
         elif os.path.isdir(name):
-            endings = tuple(s + p for s in SUFFIXES[format] for p in PACKED)
-            inside = sorted(str(p) for p in Path(name).rglob("*") if p.name.lower().endswith(endings) and p.is_file())
+            inside = _inside(name, format)
             if not inside:
-                raise RequestError(f"the directory {name} has no {format} file (looked for {', '.join(SUFFIXES[format])}, also compressed)")
+                endings = ", ".join(SUFFIXES[format])
+                raise RequestError(f"the directory {name} has no {format} file by its name ({endings}; also compressed): name files")
             names.extend(inside)
         elif os.path.exists(name):
             names.append(name)
         else:
             matched = sorted(n for n in glob.glob(name, recursive=True) if os.path.isfile(n))
             if not matched:
-                raise RequestError(f"the input {name} does not exist")
+                what = f"no file matches the glob {name}" if glob.has_magic(name) else f"the input {name} does not exist"
+                raise RequestError(f"{what}; check the path, which is seen from {os.getcwd()}")
             names.extend(matched)
     seen: dict[str, str] = {}
     for name in names:
         real = name if name == STDIN else os.path.realpath(name)
         if real in seen:
-            raise RequestError(f"the input {name} is named twice (also as {seen[real]})")
+            raise RequestError(f"the input {name} is named twice (also as {seen[real]}): leave one out")
         seen[real] = name
     return [_source(name) for name in names]
+
+
+def _inside(directory: str, format: str) -> list[str]:
+    """Files of a format below a directory, by their names; hidden ones are left out (macOS writes `._name` beside `name`)."""
+    endings = tuple(s + p for s in SUFFIXES[format] for p in PACKED)
+    found = (p for p in Path(directory).rglob("*") if p.name.lower().endswith(endings) and not p.name.startswith(".") and p.is_file())
+    return sorted(map(str, found))
 
 
 def described(sources: list[Source]) -> list[list]:
@@ -97,6 +112,11 @@ def _source(name: str) -> Source:
     if kind == "gzip" and _bgzf_size(head):
         return Source(name, "bgzf" if bgzf_index(name) is not None else "gzip", size)
     return Source(name, kind or "plain", size)
+
+
+def readable(name: str) -> str:
+    """A file's name as text that can be written: bytes of it that are no UTF-8 become U+FFFD."""
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 class _File:
@@ -237,7 +257,7 @@ def stream(source: Source) -> tuple[Hashing, Iterator[bytes]]:
 
 
 def _chunks(raw: Hashing, source: Source, file: BinaryIO) -> Iterator[bytes]:
-    name = "stdin" if source.name == STDIN else source.name
+    name = source.shown
     try:
         if source.kind not in ("stdin", "plain"):
             yield from compression.decompressed(raw, "gzip" if source.kind == "bgzf" else source.kind, name)

@@ -24,6 +24,7 @@ from bmoe.errors import RunError
 
 SHARD_TOKENS = 1 << 30  # a shard takes no further sequence once it has so many tokens
 LOG = "prepare.log"
+PART_BEGINS = "part_begins"  # reason of the line that says from where a part counts lines
 SCRATCH = ".prepare"  # folder of what only the preparation needs
 _NONE = np.zeros(0, np.int64)
 PLACE = np.dtype([("source", "<u4"), ("line", "<u8")])  # of an identifier
@@ -196,6 +197,11 @@ class Ledger:
         """Note text before the first record of an input."""
         self._count(self.totals.letters, "text_lines_before_first_record", lines)
         self._append(LOG + PARTIAL, f"{source}:1:\ttext_before_first_record\t{lines}\n".encode())
+
+    def part_begins(self, source: str, byte: int) -> None:
+        """Note that lines of a file are counted from there."""
+        text = f"at byte {byte} of the file, from which its lines are counted here"
+        self._append(LOG + PARTIAL, f"{source}:1:\t{PART_BEGINS}\t{text}\n".encode())
 
     def end_log(self) -> None:
         """Say how much was noted; the log has the first NOTES lines of each reason."""

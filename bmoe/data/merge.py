@@ -11,31 +11,50 @@ from pathlib import Path
 
 import numpy as np
 
+from bmoe.data import logs
 from bmoe.data.alphabet import TOKENIZER_FILE, alphabet
 from bmoe.data.digests import digest
 from bmoe.data.finish import composition, write
 from bmoe.data.hashset import HashSet
+from bmoe.data.ledger import LOG
 from bmoe.data.lengths import Lengths
-from bmoe.data.shards import FORMAT, SPLITS, read_manifest
+from bmoe.data.shards import FORMAT, SPLITS, check_size, read_manifest
 from bmoe.errors import RequestError, RunError
 
 
 def merge(directories: list[str | Path], out: str | Path) -> dict:
     """Join all parts of one preparation into `out`. Returns the manifest with directory, parts, linked, copied.
 
-    RequestError for parts that are missing, double, of other inputs or options, or for an `out` that is not empty.
+    RequestError for parts that are missing, double, not whole, of other inputs or options, or for an `out` that is not empty.
     """
     out = Path(out)
     parts = _ordered([Path(directory) for directory in directories])
-    if out.exists() and any(out.iterdir()):
-        raise RequestError(f"{out} is not empty: name another --out for the merged data")
-    out.mkdir(parents=True, exist_ok=True)
+    for directory, manifest in parts:
+        _check(directory, manifest)
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"--out {out} is a file: name a folder that is empty or not there yet")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"{error.filename} cannot be written: {error.strerror}; name another --out") from None
+    if any(out.iterdir()):
+        raise RequestError(f"{out} is not empty: name another --out for the merged data, or empty it")
     try:
         return _merge(parts, out)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise RunError(f"the disk of {out} is full: free some space and merge again") from error
-        raise RunError(f"{error.filename or out}: {error.strerror}") from error
+            raise RunError(f"the disk of {out} is full: free some space, empty {out} and merge again") from error
+        raise RunError(f"{error.filename or out}: {error.strerror}; empty {out} and merge again") from error
+
+
+def _check(directory: Path, manifest: dict) -> None:
+    """RequestError unless all files of a part are there and as large as its manifest says."""
+    for shards in (split["shards"] for split in manifest["splits"].values()):
+        for shard in shards:
+            for kind, facts in shard["files"].items():
+                check_size(directory / f"{shard['name']}.{kind}", facts["bytes"])
+    for name, facts in manifest["files"].items():
+        check_size(directory / name, facts["bytes"])
 
 
 def _ordered(directories: list[Path]) -> list[tuple[Path, dict]]:
@@ -103,6 +122,8 @@ def _merge(parts: list[tuple[Path, dict]], out: Path) -> dict:
     if letters.tokenizer is not None:
         files_of_all[TOKENIZER_FILE] = _same_tokenizer(parts)
         _link(parts[0][0] / TOKENIZER_FILE, out / TOKENIZER_FILE, how)
+    if logs.join(parts, again, out / LOG):
+        files_of_all[LOG] = digest(out / LOG, None)
     merged = {
         "format": FORMAT,
         "alphabet": letters.name,

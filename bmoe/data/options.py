@@ -57,13 +57,14 @@ class PrepareOptions:
                 raise RequestError(f"--{name.replace('_', '-')} {getattr(self, name)} is unknown: use {', '.join(choices)}")
         held_out = self.valid_fraction + self.test_fraction
         if not (0 <= self.valid_fraction < 1 and 0 <= self.test_fraction < 1 and held_out < 1):
-            raise RequestError("--valid-fraction and --test-fraction are shares from 0 to 1 that leave something to train on")
+            shares = f"--valid-fraction {self.valid_fraction:g} and --test-fraction {self.test_fraction:g}"
+            raise RequestError(f"{shares}: each is a share from 0 to 1, and together they leave something to train on")
         if self.min_length < 0:
-            raise RequestError("--min-length is a number of residues, 0 or more")
+            raise RequestError(f"--min-length {self.min_length}: a number of residues is 0 or more")
         if self.max_length is not None and self.max_length < max(self.min_length, 1):
-            raise RequestError(f"--max-length {self.max_length} is below --min-length {self.min_length}")
+            raise RequestError(f"--max-length {self.max_length} is below --min-length {self.min_length} or below 1: nothing could be kept")
         if self.dna and self.max_length is not None and self.max_length > LIMIT // 2:
-            raise RequestError(f"--max-length of DNA is at most {LIMIT // 2}: longer records are read in pieces")
+            raise RequestError(f"--max-length of DNA is at most {LIMIT // 2:,}: longer records are read in pieces")
 
     @property
     def dna(self) -> bool:

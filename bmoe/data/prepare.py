@@ -7,6 +7,8 @@ grow with the input but for the set of hashes that finds duplicates (at most 16 
 """
 
 import errno
+import hashlib
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +57,8 @@ def prepare(
     if part is not None and not 1 <= part[0] <= part[1]:
         raise RequestError(f"--part {part[0]}/{part[1]} should be i/n with i from 1 to n")
     out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"--out {out} is a file: name a folder that is empty or not there yet")
     sources = inputs.find([str(name) for name in names], options.format)
     if dry_run:
         return _dry_run(sources, out, options, workers, progress)
@@ -80,7 +84,7 @@ def _disk(error: OSError, out: Path, sources: list[inputs.Source]) -> Exception:
         return RunError(f"the disk of {out} is full: free some space and go on with --resume")
     place = error.filename or out
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
-        return RequestError(f"{place} cannot be written: {error.strerror}")
+        return RequestError(f"{place} cannot be written: {error.strerror}; name another --out")
     return RunError(f"{place}: {error.strerror or error}")
 
 
@@ -100,9 +104,22 @@ def _already(sources, out: Path, options: PrepareOptions, part) -> dict | None:
     ))  # a file is the same under another path  # fmt: skip
     if before != now or any(s.kind == "stdin" for s in sources):
         raise RequestError(f"{out} was prepared from other inputs: name another --out, or remove it")
+    if changed := _changed(sources, manifest, (out / MANIFEST).stat().st_mtime):
+        raise RequestError(f"{changed} is not what {out} was prepared from, though as large: name another --out, or remove it")
     for split in manifest["splits"]:
         Shards(out, split)  # raises where a file is missing or has another size
     return manifest | {"directory": str(out), "already_prepared": True, "seconds": 0.0, "mb_per_s": 0.0}
+
+
+def _changed(sources: list[inputs.Source], manifest: dict, since: float) -> str | None:
+    """Name of the first input that was written after `since` (seconds of the epoch) and has another SHA-256 than in the manifest."""
+    known = {found["name"]: found["sha256"] for found in manifest["sources"] if "range" not in found}
+    for source, before in zip(sources, manifest["inputs"], strict=True):
+        if before["name"] in known and os.stat(source.name).st_mtime > since:
+            with open(source.name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != known[before["name"]]:
+                    return source.shown
+    return None
 
 
 def _dry_run(sources, out: Path, options: PrepareOptions, workers: int, progress) -> dict:

@@ -90,7 +90,10 @@ class Run:
             for partial in self.out.glob("*" + PARTIAL):
                 partial.unlink()
             return None
-        state = json.loads(path.read_text())
+        try:
+            state = json.loads(path.read_text())
+        except ValueError:  # after a power failure
+            raise RequestError(f"{path} is damaged: remove {self.out} and start again") from None
         if not resume:
             raise RequestError(f"{self.out} holds an unfinished preparation: go on with --resume, or remove it")
         if state["request"] != self._request():
@@ -121,6 +124,8 @@ class Run:
         hashed, written = digests.Inputs(self.plan, first) if self.limit is None else None, {}
         try:
             if state is None:
+                if inside := self.plan.inside():
+                    self.ledger.part_begins(self._name(inside[0]), inside[1])
                 self._save("read")
                 state = {"phase": "read"}
             elif state["phase"] == "read":
@@ -128,14 +133,14 @@ class Run:
                 self.source, self.next, self.offset, self.line, self.source_records, self.source_text, self.text = state["place"]
             else:
                 self.ledger.restore_totals(state)
-                self.text = state["place"][-1]
+                self.source, _, _, self.line, _, _, self.text = state["place"]
             if state["phase"] == "read":
                 written = self._read(clusters, hashed)
                 self._close()
             manifest = finish.manifest(
                 self.out,
                 self.ledger,
-                self._request(),
+                self._request() | ({"lines": self._lines()} if self.part else {}),
                 self.letters,
                 written,
                 hashed.result if hashed is not None else dict,
@@ -158,8 +163,10 @@ class Run:
         try:
             for task, event in workers.events(self._limited(self.plan.tasks(self.source, self.next))):
                 if isinstance(event, Refused):
-                    name = self._name(task.source)
-                    raise RequestError(f"{name}:{self._line_at(task) + event.line}:{event.identifier} has {event.problem}")
+                    place = f"{self._name(task.source)}:{self._line_at(task) + event.line}:{event.identifier}"
+                    if (inside := self.plan.inside()) and inside[0] == task.source:
+                        place += f" (lines are counted from byte {inside[1]}, where this part begins)"
+                    raise RequestError(f"{place} has {event.problem}")
                 if event is None:
                     self._end_of(task, workers)
                 else:
@@ -177,7 +184,7 @@ class Run:
             yield task
 
     def _name(self, source: int) -> str:
-        return "stdin" if self.sources[source].name == inputs.STDIN else self.sources[source].name
+        return self.sources[source].shown
 
     def _line_at(self, task: Task) -> int:
         return self.line if task.source == self.source else 1
@@ -224,6 +231,11 @@ class Run:
     def _no_fasta(self, number: int) -> str:
         head = b"" if self.sources[number].kind == "stdin" else next(inputs.stream(self.sources[number])[1], b"")
         return f"{self._name(number)} has no FASTA record (none of its lines begins with >): {formats.advice(head, 'fasta')}"
+
+    def _lines(self) -> dict:
+        """What `logs.py` wants to know."""
+        inside, read = self.plan.inside(), self.line - 1
+        return {"inside": inside[0] if inside else None, "last": [self.source, read] if read else None}
 
     def _save(self, phase: str) -> None:
         place = [self.source, self.next, self.offset, self.line, self.source_records, self.source_text, self.text]

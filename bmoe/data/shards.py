@@ -1,6 +1,7 @@
 """Prepared sequences on disk: a folder of memory-mapped shards under one manifest.
 
-    manifest.json              format, alphabet, options, sources, splits -> shards -> files with bytes and SHA-256, counts
+    manifest.json              format, alphabet, options, sources, splits -> shards -> files with bytes and SHA-256, counts,
+                               and the SHA-256 of all this
     train-00000.tokens         ids without specials, uint8 or little-endian uint16, one sequence after the other
     train-00000.offsets        int64 [n+1], where each sequence begins, in tokens
     train-00000.headers        header lines without `>`, and
@@ -32,8 +33,10 @@ SPLITS = ("train", "valid", "test")
 
 
 def read_manifest(directory: str | Path) -> dict:
-    """The manifest of a folder of shards; RequestError where there is none, or of another format."""
+    """The manifest of a folder of shards; RequestError where there is none, or it is damaged or of another format."""
     path = Path(directory) / MANIFEST
+    if Path(directory).exists() and not Path(directory).is_dir():
+        raise RequestError(f"{directory} is a file: name a folder that `bmoe prepare` wrote")
     try:
         manifest = json.loads(path.read_text())
     except FileNotFoundError:
@@ -42,7 +45,14 @@ def read_manifest(directory: str | Path) -> dict:
         raise RequestError(f"{path} cannot be read ({error}): remove its folder and prepare again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise RequestError(f"{path} has another format than {FORMAT}: remove its folder and prepare again with this version")
+    if manifest.pop("sha256", None) != manifest_sha256(manifest):
+        raise RequestError(f"{path} is damaged: it is not what its own SHA-256 says; remove its folder and prepare again")
     return manifest
+
+
+def manifest_sha256(manifest: dict) -> str:
+    """SHA-256 of a manifest's text, which stands in the file as `sha256`."""
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 class Shards:

@@ -67,6 +67,14 @@ class Plan:
         size = self.sizes[source]
         return [(b, min(b + UNIT, size)) for b in range(0, size, UNIT) if self.mine(source, b)] if size else []
 
+    def inside(self) -> tuple[int, int] | None:
+        """The source within which this part begins, and the byte; None where it begins with a source."""
+        for source in range(len(self.sources)):
+            units = self.units(source) if self.ranged(source) else [(0, 0)] if self.mine(source, 0) else []
+            if units:
+                return (source, units[0][0]) if units[0][0] else None
+        return None
+
     def ranged(self, source: int) -> bool:
         """Whether a source is read by ranges."""
         return self._readers[source] is not None
@@ -85,9 +93,9 @@ class Plan:
     def _stream(self, source: int, start: int) -> Iterator[Task]:
         raw, chunks = inputs.stream(self.sources[source])
         if self.options.format != "fasta":
-            chunks = as_fasta(chunks, self.options.format, self.sources[source].name)
+            chunks = as_fasta(chunks, self.options.format, self.sources[source].shown)
         piece, disk = None, 0
-        for following in cut(_after(chunks, max(start - 1, 0)), start, None):
+        for following in cut(_after(chunks, max(start - 1, 0)), start, None, name=self.sources[source].shown):
             if piece is not None:
                 yield Task(source, 0, piece.end, piece, disk=disk)
             piece, disk = following, raw.count
@@ -96,7 +104,7 @@ class Plan:
 
     def pieces(self, task: Task, slot: Slot | None = None) -> Iterator[Piece]:
         """The pieces of a task; the first may stand in the slot."""
-        return pieces(task, self._readers[task.source], slot)
+        return pieces(task, self._readers[task.source], slot, self.sources[task.source].shown)
 
     def close(self, before: int) -> None:
         """Close the files of sources before that one: their tasks are done."""
@@ -115,7 +123,7 @@ class Plan:
         return self._readers[source].on_disk(units[0][0], units[-1][1])
 
 
-def pieces(task: Task, reader, slot: Slot | None = None) -> Iterator[Piece]:
+def pieces(task: Task, reader, slot: Slot | None, name: str) -> Iterator[Piece]:
     """The pieces of a task, read from its source's reader where it is a range."""
     if task.piece is not None:
         return iter((task.piece,))
@@ -127,7 +135,7 @@ def pieces(task: Task, reader, slot: Slot | None = None) -> Iterator[Piece]:
             return iter((Piece(data[near : size + after], base + size + after),)) if near < size + after else iter(())
         if near < 0 and not slot.holds(RECORD, within(base), within(base) + min(size + 1, len(data))):
             return iter(())  # within a long record
-    return cut(_read(reader, max(task.begin - 1, 0), task.end), task.begin, task.end, target=2 * UNIT)
+    return cut(_read(reader, max(task.begin - 1, 0), task.end), task.begin, task.end, target=2 * UNIT, name=name)
 
 
 def _read(reader, begin: int, end: int) -> Iterator[bytes]:

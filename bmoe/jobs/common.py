@@ -13,6 +13,7 @@ from bmoe.data.prepare import prepare
 from bmoe.data.shards import MANIFEST, Shards, read_manifest
 from bmoe.errors import RequestError
 from bmoe.recipe import Recipe
+from bmoe.reports import prepare as page
 from bmoe.training.metrics import finite
 
 
@@ -66,7 +67,7 @@ def shard_folder(recipe: Recipe) -> Path:
 
 
 def ensure_data(recipe: Recipe) -> Path:
-    """The folder of shards of a recipe; prepares `data.fasta` into it if it has none. Raises RequestError."""
+    """The folder of shards of a recipe; prepares `data.fasta` into it, or goes on with that, if it has none. Raises RequestError."""
     folder = shard_folder(recipe)
     options = PrepareOptions(alphabet=recipe.data.alphabet, **recipe.data.prepare.model_dump())
     if (folder / MANIFEST).is_file():
@@ -78,7 +79,8 @@ def ensure_data(recipe: Recipe) -> Path:
             f"data.path: {folder} has no prepared sequences; run `bmoe prepare FILE.fasta --out {folder}`, or set data.fasta"
         )
     console.note(f"preparing {recipe.data.fasta} into {folder}")
-    prepare([recipe.data.fasta], folder, options)
+    with console.PreparationView() as view:
+        page.write(folder, prepare([recipe.data.fasta], folder, options, resume=True, progress=view.update))
     return folder
 
 

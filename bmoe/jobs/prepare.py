@@ -1,8 +1,11 @@
 """`bmoe prepare`: inputs to shards, parts to a whole, and the check of what is there."""
 
+import glob
+import re
 from pathlib import Path
 
 from bmoe import console
+from bmoe.data import inputs
 from bmoe.data import prepare as rooms
 from bmoe.data.options import PrepareOptions
 from bmoe.errors import RequestError
@@ -12,19 +15,20 @@ from bmoe.reports.prepare_terminal import summary
 
 __all__ = ["PrepareOptions", "default_out", "merge", "prepare", "show", "verify", "write_json"]
 
-ENDINGS = set(".gz .bgz .bz2 .xz .zst .fasta .fa .faa .fna .ffn .fastq .fq .gb .gbk .embl .dat .txt".split())
+ENDINGS = {ending for endings in inputs.SUFFIXES.values() for ending in endings} | set(inputs.PACKED[1:])
 
 
 def default_out(names: list[str], out: str | None) -> Path:
-    """--out, or data/<stem> of a single input. Raises RequestError where none can be made up."""
-    if out:
+    """--out, or data/<stem> of a single file or folder. Raises RequestError where none can be made up."""
+    if out is not None:
         return Path(out)
-    if len(names) != 1 or names[0] == "-" or any(c in names[0] for c in "*?["):
-        raise RequestError("--out DIR is needed for several inputs, globs and standard input")
-    stem = Path(names[0])
-    while stem.suffix.lower() in ENDINGS:
-        stem = stem.with_suffix("")
-    return Path("data") / stem.name
+    path = Path(names[0])
+    if len(names) != 1 or not (path.is_file() or path.is_dir() or not path.exists()) or names[0] == "-" or glob.has_magic(names[0]):
+        raise RequestError("--out DIR is needed for several inputs, globs, pipes and standard input")
+    name = path.name if path.name not in ("", "..") else path.resolve().name
+    while (stem := Path(name)).suffix.lower() in ENDINGS:
+        name = stem.stem
+    return Path("data") / name
 
 
 def prepare(
@@ -33,6 +37,7 @@ def prepare(
     """Prepare inputs with a progress bar. Raises RequestError, RunError."""
     if not names:
         raise RequestError("bmoe prepare needs an input: a FASTA file, a folder, or - for standard input")
+    _given("--out", out)
     if part is not None and not out:
         raise RequestError("--part i/n needs --out DIR: each part is prepared into a folder of its own")
     with console.PreparationView() as view:
@@ -48,15 +53,23 @@ def _part(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     number, _, total = text.partition("/")
-    if not (number.isdigit() and total.isdigit()):
+    if not re.fullmatch(r"[0-9]{1,9}/[0-9]{1,9}", text):
         raise RequestError(f"--part {text} should be i/n, for example 3/16")
     return int(number), int(total)
 
 
+def _given(flag: str, value: str | None) -> None:
+    """RequestError for a flag whose value is empty."""
+    if value is not None and not value.strip():
+        raise RequestError(f"{flag} is empty: name a folder (is a variable of the shell not set?)")
+
+
 def merge(names: list[str], out: str | None) -> dict:
-    """Join parts of a job array into `out`."""
-    if not names or not out:
+    """Join parts of a job array (folders, globs) into `out`. Raises RequestError, RunError."""
+    _given("--out", out)
+    if not names or out is None:
         raise RequestError("--merge needs the folders of the parts and --out DIR")
+    names = [found for name in names for found in (sorted(glob.glob(name)) or [name])]
     from bmoe.data.merge import merge as join  # imported here, as is what `prepare` needs: it takes a moment
 
     results = join(names, out)
@@ -65,7 +78,8 @@ def merge(names: list[str], out: str | None) -> dict:
 
 
 def verify(directory: str) -> dict:
-    """Check every hash and offset of a prepared folder."""
+    """Check every hash and offset of a prepared folder. Raises RequestError naming the first file that is wrong."""
+    _given("--verify", directory)
     from bmoe.data.verify import verify as check  # imported here: it takes a moment
 
     return check(directory)
@@ -89,6 +103,8 @@ def show(results: dict) -> None:
 def wrong_alphabet(results: dict) -> str | None:
     """A sentence if the letters look as if --alphabet were the wrong one."""
     shares = results.get("composition", {})
+    if results.get("alphabet") == "protein" and shares.get("<unk>", 0.0) > 0.1:
+        return f"{shares['<unk>']:.0%} of the letters are no amino acids: are all inputs protein sequences?"
     if results.get("alphabet") == "protein" and sum(shares.get(letter, 0.0) for letter in "ACGTN") > 0.95:
         return "these sequences look like DNA: 95 % of their letters are A, C, G, T or N; if they are, prepare them with --alphabet dna"
     if str(results.get("alphabet")).startswith("dna") and sum(shares.get(letter, 0.0) for letter in ("<unk>", "?")) > 0.1:

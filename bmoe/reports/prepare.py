@@ -45,7 +45,7 @@ def found(what: str, number: int) -> str:
 def write(directory: str | Path, results: dict) -> Path:
     """Write DIR/report.html for the results of `prepare` or `merge`. It says nothing of time, so it is the same for the same data."""
     path = Path(directory) / "report.html"
-    path.write_text(html(results), encoding="utf-8")
+    path.write_text(html(results), encoding="utf-8", errors="replace")  # names of files may be no UTF-8
     return path
 
 

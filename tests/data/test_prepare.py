@@ -24,7 +24,7 @@ from bmoe.data.ledger import Ledger
 from bmoe.data.lengths import Lengths
 from bmoe.data.merge import merge
 from bmoe.data.prepare import PrepareOptions, prepare
-from bmoe.data.shards import Shards
+from bmoe.data.shards import Shards, manifest_sha256
 from bmoe.data.verify import verify
 from bmoe.errors import RequestError, RunError
 
@@ -51,6 +51,12 @@ def tree(out: Path) -> dict[str, bytes]:
 def sequences(out: Path, split: str) -> list[str]:
     shards = Shards(out, split)
     return [shards.alphabet.decode(shards.sequence(i)) for i in range(len(shards))]
+
+
+def sign(out: Path, manifest: dict) -> None:
+    """Write a manifest that only its contents give away."""
+    plain = {key: value for key, value in manifest.items() if key != "sha256"}
+    (out / "manifest.json").write_text(json.dumps(plain | {"sha256": manifest_sha256(plain)}))
 
 
 OPTIONS = PrepareOptions(valid_fraction=0.1, test_fraction=0.1)
@@ -433,6 +439,26 @@ def test_the_same_again_is_already_prepared_and_anything_else_is_refused(protein
         prepare([str(PROTEINS)], tmp_path / "out", OPTIONS)
 
 
+def test_an_input_that_changed_without_growing_is_not_already_prepared(tmp_path):
+    (tmp_path / "in.fasta").write_text(">a\nMKV\n")
+    prepare([str(tmp_path / "in.fasta")], tmp_path / "out", PrepareOptions())
+    later = time.time() + 10
+    os.utime(tmp_path / "in.fasta", (later, later))
+    assert prepare([str(tmp_path / "in.fasta")], tmp_path / "out", PrepareOptions())["already_prepared"]
+    (tmp_path / "in.fasta").write_text(">a\nMKW\n")
+    os.utime(tmp_path / "in.fasta", (later, later))
+    with pytest.raises(RequestError, match=r"in\.fasta is not what .* was prepared from"):
+        prepare([str(tmp_path / "in.fasta")], tmp_path / "out", PrepareOptions())
+
+
+def test_a_damaged_journal_is_refused_by_name(tmp_path):
+    (tmp_path / "in.fasta").write_text(">a\nMKV\n")
+    (tmp_path / "out/.prepare").mkdir(parents=True)
+    (tmp_path / "out/.prepare/journal").write_text("")
+    with pytest.raises(RequestError, match=r"journal is damaged: remove .*out"):
+        prepare([str(tmp_path / "in.fasta")], tmp_path / "out", PrepareOptions(), resume=True)
+
+
 def test_a_folder_with_other_files_is_left_alone(proteins, tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(RequestError, match="not empty"):
@@ -539,12 +565,12 @@ def test_parts_with_byte_pairs_learn_one_encoding(tmp_path, monkeypatch):
         prepare([str(tmp_path / "in.fa")], tmp_path / f"p{k}", options, part=(k, 2))
     merged = merge([tmp_path / "p1", tmp_path / "p2"], tmp_path / "merged")
     verify(tmp_path / "merged")
-    assert merged["files"] == {"tokenizer.json": whole["files"]["tokenizer.json"]}
+    assert merged["files"]["tokenizer.json"] == whole["files"]["tokenizer.json"]
     for split in SPLITS:
         assert sequences(tmp_path / "merged", split) == sequences(tmp_path / "whole", split)
     manifest = json.loads((tmp_path / "p2/manifest.json").read_text())
     manifest["files"]["tokenizer.json"]["sha256"] = "0" * 64
-    (tmp_path / "p2/manifest.json").write_text(json.dumps(manifest))
+    sign(tmp_path / "p2", manifest)
     with pytest.raises(RequestError, match="different byte-pair encodings"):
         merge([tmp_path / "p1", tmp_path / "p2"], tmp_path / "other")
 
@@ -566,6 +592,44 @@ def test_wrong_sets_of_parts_are_refused(proteins, tmp_path):
             merge([tmp_path / name for name in folders], tmp_path / "merged")
     with pytest.raises(RequestError, match="not empty"):
         merge([tmp_path / "p1", tmp_path / "p2"], tmp_path / "whole")
+
+
+def test_a_merged_log_has_the_places_of_the_whole_input(tmp_path, monkeypatch):
+    """Lines are counted through the parts, over two plain files and one that belongs whole to a part."""
+    monkeypatch.setattr(tasks, "UNIT", 2_000)
+    for name, first in (("a.fasta", 0), ("b.fasta", 150)):
+        own = [f"{k:b}".replace("0", "A").replace("1", "C") for k in range(first, first + 150)]
+        records = [f">r{k}\n{'!' * (k % 3 == 0)}MKVLW{'D' * 20}{letters}\n\n" for k, letters in enumerate(own, first)]
+        (tmp_path / name).write_text("text before\n" + "".join(records))
+    (tmp_path / "c.fasta.gz").write_bytes(gzip.compress(b">z\nMK!V\n"))
+    inputs = [str(tmp_path / name) for name in ("a.fasta", "c.fasta.gz", "b.fasta")]
+    prepare(inputs, tmp_path / "whole", OPTIONS)
+    whole = (tmp_path / "whole/prepare.log").read_text()
+    assert f"{tmp_path}/b.fasta:2:r150\tinvalid_unknown" in whole
+    for count in (2, 3, 7):
+        for k in range(count):
+            prepare(inputs, tmp_path / f"{count}-{k}", OPTIONS, part=(k + 1, count))
+        merged = merge([tmp_path / f"{count}-{k}" for k in range(count)], tmp_path / f"merged-{count}")
+        assert (tmp_path / f"merged-{count}/prepare.log").read_text() == whole
+        assert verify(tmp_path / f"merged-{count}")["sequences"] == sum(split["sequences"] for split in merged["splits"].values())
+    assert "part_begins\tat byte" in (tmp_path / "7-1/prepare.log").read_text()
+    refused = r"a\.fasta:\d+:r\d+ \(lines are counted from byte \d+, where this part begins\) has the invalid letter"
+    with pytest.raises(RequestError, match=refused):
+        prepare(inputs, tmp_path / "error", PrepareOptions(on_invalid="error"), part=(2, 7))
+
+
+@pytest.mark.parametrize("damage", ["train-00000.tokens", "train-00000.offsets", "train-00000.hashes", "manifest.json"])
+def test_parts_that_are_not_whole_are_refused_and_nothing_is_written(damage, proteins, tmp_path):
+    for k in (1, 2):
+        prepare([str(proteins)], tmp_path / f"p{k}", OPTIONS, part=(k, 2))
+    path = tmp_path / "p1" / damage
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(RequestError, match=f"p1/{damage}"):
+        merge([tmp_path / "p1", tmp_path / "p2"], tmp_path / "merged")
+    path.unlink()
+    with pytest.raises(RequestError, match="p1.*missing"):
+        merge([tmp_path / "p1", tmp_path / "p2"], tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 # verification -----------------------------------------------------------------------------------------------------------
@@ -605,6 +669,9 @@ def test_a_manifest_that_lies_is_found(proteins, tmp_path):
     manifest = json.loads(path.read_text())
     manifest["splits"]["train"]["sequences"] += 1
     path.write_text(json.dumps(manifest))
+    with pytest.raises(RequestError, match="manifest.json is damaged"):
+        verify(tmp_path / "out")
+    sign(tmp_path / "out", manifest)
     with pytest.raises(RequestError, match="split train"):
         verify(tmp_path / "out")
     path.write_text("{")

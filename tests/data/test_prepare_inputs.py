@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -9,6 +10,8 @@ import resource
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from bmoe.data.prepare import PrepareOptions, prepare
 from bmoe.data.shards import Shards
 from bmoe.data.verify import verify
 from bmoe.errors import RequestError
+from bmoe.reports import prepare as report
 
 HERE = Path(__file__).parent
 DIRTY = HERE / "dirty"
@@ -212,6 +216,59 @@ def test_truncated_and_corrupt_compression_is_refused_with_file_and_byte(kind, t
         assert not (tmp_path / "out").exists()
 
 
+def tarred(data: bytes) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        entry = tarfile.TarInfo("a.fasta")
+        entry.size = len(data)
+        archive.addfile(entry, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def zipped(data: bytes) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("a.fasta", data)
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data, problem",
+    [
+        (tarred(b">a\nMKV\n"), "is a tar archive: unpack it"),
+        (gzip.compress(tarred(b">a\nMKV\n")), "is a tar archive: unpack it"),
+        (zipped(b">a\nMKV\n"), "is a zip archive: unpack it"),
+        (">a\nMKV\n".encode("utf-16"), "is text in UTF-16: save it as UTF-8"),
+        (b"<!DOCTYPE html>\n>\n", "is a web page"),
+        (gzip.compress(b">a\nMKV\n") + b"more", "is corrupt: after its gzip stream, from byte 27 on, stands something else"),
+        (b">" + b"A" * (17 << 20), "is no FASTA: its line at byte 0 begins like a header and has more than 16,777,216 bytes"),
+    ],
+    ids=["tar", "tar.gz", "zip", "utf-16", "html", "bytes after gzip", "endless header"],
+)
+@pytest.mark.parametrize("format", ["fasta", "genbank"])
+def test_what_is_no_sequence_file_is_named_and_leaves_nothing(data, problem, format, tmp_path):
+    (tmp_path / "in.fasta").write_bytes(data)
+    with pytest.raises(RequestError, match="in.fasta " + (problem if format == "fasta" else "")):
+        prepare([str(tmp_path / "in.fasta")], tmp_path / "out", PrepareOptions(format=format))
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_that_are_no_utf8(tmp_path):
+    name = os.fsencode(tmp_path) + b"/a\xff.fasta"
+    with open(name, "wb") as file:
+        file.write(b">a\nMK!V\n")
+    results = prepare([os.fsdecode(name)], tmp_path / "out", PrepareOptions())
+    assert results["records_kept"] == 1 and "a\ufffd.fasta:1:a\tinvalid_unknown" in (tmp_path / "out/prepare.log").read_text()
+    report.write(tmp_path / "out", results)
+
+
+def test_hidden_files_of_a_directory_are_left_out(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.fasta").write_text(">a\nMKV\n")
+    (tmp_path / "in/._a.fasta").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X")  # as macOS leaves them on other file systems
+    assert prepare([str(tmp_path / "in")], tmp_path / "out", PrepareOptions())["records_read"] == 1
+
+
 def test_bgzf_is_read_at_any_place(tmp_path):
     (tmp_path / "in.gz").write_bytes(bgzf(text()))
     (source,) = find([str(tmp_path / "in.gz")], "fasta")
@@ -240,7 +297,8 @@ def test_many_files_globs_and_directories(tmp_path):
     "names, problem",
     [
         (["nowhere.fasta"], "does not exist"),
-        (["*.nothing"], "does not exist"),
+        (["*.nothing"], r"no file matches the glob \*\.nothing"),
+        ([""], "empty name"),
         ([], "no input"),
         ([str(PROTEINS), str(PROTEINS)], "named twice"),
     ],
