@@ -111,6 +111,8 @@ RULES = [
     ("data: {alphabet: rna}", "data.alphabet"),
     ("data: {alphabet: dna, window: 10, sampling: cluster}", "data.sampling"),
     ("precision: {emulate: true}", "precision.emulate"),
+    ("precision: {kind: nvfp4}", "precision.kind: nvfp4 is emulated only"),
+    ("precision: {kind: nvfp4}\nmodel: {moe: null}", "precision.emulate: true"),
     ("precision: {emulate_linears: true}", "precision.emulate_linears"),
     ("model: {moe: null}\nprecision: {kind: mxfp8, emulate: true}", "precision.emulate"),
     ("model: {moe: null}\nprecision: {kind: mxfp8, emulate: true, emulate_linears: true, statistics_every: 5}", "precision.statistics"),

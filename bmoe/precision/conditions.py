@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bmoe.precision.machine import FUSED_SWITCH, Machine
 from bmoe.recipe import ModelSection
 
-ROW_MULTIPLE = {"fp32": 1, "bf16": 1, "fp8_row": 1, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16, "mxfp8": 32}
+ROW_MULTIPLE = {"fp32": 1, "bf16": 1, "fp8_row": 1, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16, "mxfp8": 32, "nvfp4": 128}
 """Rows of one expert are padded to a multiple of this (Transformer Engine's GroupedLinear); a matter of speed."""
 
 FUSED_ROW_MULTIPLE = 256  # the same for its fused MXFP8 grouped MLP
@@ -30,6 +30,7 @@ NEEDS = {
     "fp8_delayed": _Needs("Ada, Hopper or newer", (8, 9), (99, 0), (12, 1), 16),
     "fp8_block": _Needs("Hopper or newer", (9, 0), (99, 0), (12, 9), 16),
     "mxfp8": _Needs("data-center Blackwell", (10, 0), (12, 0), (12, 8), 32),
+    "nvfp4": _Needs("data-center Blackwell", (10, 0), (11, 0), (12, 8), 32),
 }
 
 
@@ -55,6 +56,10 @@ def unmet(kind: str, machine: Machine, model: ModelSection) -> list[str]:
         *_chip(kind, needs, machine),
         *_software(kind, needs, machine),
         *_shapes(kind, needs, model),
+        *(
+            ["Kernels: nvfp4 is emulated only, no implementation of the experts multiplies in it; set precision.emulate to true."]
+            * (kind == "nvfp4")
+        ),
     ]
 
 

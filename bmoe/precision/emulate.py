@@ -18,6 +18,9 @@ FP8 GEMM is only the order of an fp32 accumulation.
 - fp8_current: one scale for x, w and dy of each expert; x and w in E4M3, dy in E5M2. The inverse scales multiply the
   result, in its dtype, where the GPU multiplies its fp32 accumulator.
 - fp8_row: one scale for each row of x and dy and one for w of each expert, E4M3; wgrad is not rounded (kernels/fp8.py).
+- nvfp4: E2M1 in blocks of 16 for x and dy, squares of 16 x 16 for w, and one scale for x, w and dy of each expert besides; dy is
+  rounded stochastically, and the columns of wgrad are rotated before they are rounded (`nvfp4`). The experts' scales multiply the
+  result. In plain torch on every device.
 
 Biases, activations, the router, norms, attention, embedding, head and the optimizer stay in high precision.
 Shapes: N rows, I inputs, O outputs, E experts.
@@ -31,20 +34,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bmoe.errors import RequestError
-from bmoe.precision import blocks, current
+from bmoe.precision import blocks, current, nvfp4
 from bmoe.precision.float8 import E4M3, E5M2, Float8, round_to, saturate
-from bmoe.precision.groups import group_of_rows, rounded_copies, rounded_weight
+from bmoe.precision.groups import aligned_rows, amax_of_groups, group_of_rows, rounded_copies, rounded_weight
 from bmoe.recipe import PrecisionSection
 
-KINDS = ("mxfp8", "fp8_block", "fp8_current", "fp8_row")
+KINDS = ("mxfp8", "fp8_block", "fp8_current", "fp8_row", "nvfp4")
 
 
 class Operand(NamedTuple):
-    """A rounded GEMM input: `values` in the high-precision dtype; times `inverse`, if that is not None, by group or by row."""
+    """A rounded GEMM input: `values` in the high-precision dtype; times `inverse`, if that is not None, by group or by row.
+    ends: of the experts' rows in `values`, if that is not None; else they are the offsets."""
 
     values: Tensor
     inverse: Tensor | None = None
     by_row: bool = False
+    ends: Tensor | None = None
 
 
 def _each_row(x_NI: Tensor) -> Operand:
@@ -55,42 +60,66 @@ def _each_row(x_NI: Tensor) -> Operand:
 
 def _current_rows(x_NI: Tensor, offsets_E: Tensor | None, form: Float8) -> Operand:
     """One scale per group of rows; values stay scaled, as float8 integers of a sort: exact in bf16."""
-    if offsets_E is None:
-        amax = blocks.amax(x_NI.reshape(1, -1), -1).view(1) if x_NI.numel() else x_NI.new_zeros(1, dtype=torch.float32)
-        scale_G = current.scales(amax, form)
-        scale_N1 = scale_G
-    else:
-        group_N = group_of_rows(offsets_E, x_NI.shape[0])
-        amax_N = blocks.amax(x_NI, -1).squeeze(-1)
-        amax_G = amax_N.new_zeros(offsets_E.numel() + 1).scatter_reduce(0, group_N, amax_N, "amax")
-        scale_G = current.scales(amax_G, form)
-        scale_N1 = scale_G[group_N][:, None]
+    scale_G = current.scales(amax_of_groups(x_NI, offsets_E), form)
+    scale_N1 = scale_G if offsets_E is None else scale_G[group_of_rows(offsets_E, x_NI.shape[0])][:, None]
     values = round_to(saturate(x_NI.float() * scale_N1, form), form).to(x_NI.dtype)
     return Operand(values, 1.0 / scale_G)
 
 
-def _current_weight(w: Tensor) -> Operand:
-    """One scale per expert of w_EOI, or for the whole w_OI."""
+def _nvfp4_rows(x_NI: Tensor, offsets_E: Tensor | None, stochastic: bool) -> tuple[Operand, Operand]:
+    """Blocks along the rows; and down the columns, rotated, where every group starts at a multiple of 16 rows.
+
+    Rotation mixes the rows of a block, so the second copy keeps the zero rows that complete a group's last block.
+    """
+    size, rows = nvfp4.BLOCK, x_NI.shape[0]
+    if offsets_E is None:
+        place_N, ends_E, length = torch.arange(rows, device=x_NI.device), None, -(-rows // size) * size
+    else:
+        place_N, ends_E, length = aligned_rows(offsets_E, rows, size)
+    x_RI = x_NI.new_zeros(length, x_NI.shape[1]).index_copy(0, place_N, x_NI)
+    row_R = torch.arange(length, device=x_NI.device)
+    group_B = torch.zeros_like(row_R[::size])  # of each block of rows
+    if ends_E is not None:
+        group_B = group_of_rows(ends_E, length)[::size]
+        row_R = row_R - functional.pad(ends_E, (1, 0))[group_B].repeat_interleave(size)
+    found = []
+    for t_RI, axis in ((x_RI, -1), (nvfp4.rotate(x_RI), -2)):
+        amax_G = amax_of_groups(t_RI, ends_E)
+        noise = nvfp4.noise_of(t_RI, row_R).unflatten(0, (-1, size)) if stochastic else None
+        values = nvfp4.scaled(t_RI.unflatten(0, (-1, size)), nvfp4.factors(amax_G)[group_B].view(-1, 1, 1, 1), axis, noise).flatten(0, 1)
+        found.append(Operand(values, amax_G * (1.0 / nvfp4.RANGE), ends=ends_E))
+    along, down = found
+    return along._replace(values=along.values[place_N], ends=None), down
+
+
+def _expert_weight(w: Tensor, kind: str) -> Operand:
+    """One scale per expert of w_EOI, or for the whole w_OI; under nvfp4 squares inside it."""
     w_EOI = w if w.ndim == 3 else w[None]
-    scale_E = current.scales(blocks.amax(w_EOI.flatten(1), -1).squeeze(-1), E4M3)
+    amax_E = blocks.amax(w_EOI.flatten(1), -1).squeeze(-1)
+    if kind == "nvfp4":
+        values = nvfp4.scaled(w_EOI, nvfp4.factors(amax_E).view(-1, 1, 1, 1, 1), None)
+        return Operand(values.view(w.shape), amax_E * (1.0 / nvfp4.RANGE))
+    scale_E = current.scales(amax_E, E4M3)
     values = round_to(saturate(w_EOI.float() * scale_E[:, None, None], E4M3), E4M3).to(w.dtype)
     return Operand(values.view(w.shape), 1.0 / scale_E)
 
 
-def _inputs(x_NI: Tensor, offsets_E: Tensor | None, kind: str, form: Float8) -> tuple[Operand, Operand]:
-    """x or dy (format `form` under fp8_current) with blocks along its rows, and with blocks down its columns."""
+def _inputs(x_NI: Tensor, offsets_E: Tensor | None, kind: str, gradient: bool) -> tuple[Operand, Operand]:
+    """x, or dy if `gradient`, with blocks along its rows, and with blocks down its columns."""
     if kind == "fp8_row":
         return _each_row(x_NI), Operand(x_NI)
     if kind == "fp8_current":
-        both = _current_rows(x_NI, offsets_E, form)
+        both = _current_rows(x_NI, offsets_E, E5M2 if gradient else E4M3)
         return both, both
+    if kind == "nvfp4":
+        return _nvfp4_rows(x_NI, offsets_E, stochastic=gradient)
     along, down = rounded_copies(x_NI, kind, offsets_E)
     return Operand(along), Operand(down)
 
 
 def _weight(w: Tensor, kind: str, axis: int) -> Operand:
     """w_OI or w_EOI with blocks along `axis`: -1 for fprop, -2 for dgrad."""
-    return _current_weight(w) if kind in ("fp8_current", "fp8_row") else Operand(rounded_weight(w, kind, axis))
+    return _expert_weight(w, kind) if kind in ("fp8_current", "fp8_row", "nvfp4") else Operand(rounded_weight(w, kind, axis))
 
 
 def _rescale_rows(y_NO: Tensor, a: Operand, b: Operand, offsets_E: Tensor | None) -> Tensor:
@@ -123,7 +152,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_NI: Tensor, w: Tensor, offsets_E: Tensor | None, kind: str, product: Callable) -> Tensor:
         ctx.kind, ctx.product, ctx.dtype = kind, product, x_NI.dtype
-        along, down = _inputs(x_NI, offsets_E, kind, E4M3)
+        along, down = _inputs(x_NI, offsets_E, kind, gradient=False)
         weight = _weight(w, kind, -1)
         ctx.save_for_backward(down.values, down.inverse, w, offsets_E)
         groups = () if offsets_E is None else (offsets_E,)
@@ -132,14 +161,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_NO: Tensor):
         x_values, x_inverse, w, offsets_E = ctx.saved_tensors
-        along, down = _inputs(dy_NO.contiguous(), offsets_E, ctx.kind, E5M2)
+        along, down = _inputs(dy_NO.contiguous(), offsets_E, ctx.kind, gradient=True)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             weight = _weight(w, ctx.kind, -2)
             groups = () if offsets_E is None else (offsets_E,)
             dx = _rescale_rows(ctx.product(along.values, weight.values.transpose(-1, -2), *groups), along, weight, offsets_E)
         if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(down.values, x_values, offsets_E)
+            dw = _weight_gradient(down.values, x_values, offsets_E if down.ends is None else down.ends)
             if down.inverse is not None:
                 factor = down.inverse * x_inverse
                 dw = dw * (factor if offsets_E is None else factor[:-1, None, None]).to(dw.dtype)

@@ -8,7 +8,8 @@ dgrad. Statistics, all over the finite elements of a tensor:
     underflow   share of non-zero values that became 0
     saturation  share of values that were cut to the largest (beyond its rounding range, 464 / 448 of it in E4M3)
     error       |rounded - x| / |x|, Frobenius
-    scales      counts of block scales by power of two, in bins of 4 from 2^-128 to 2^128; mxfp8 gives blocks of zeros 2^-127
+    scales      counts of scales by power of two, in bins of 4 from 2^-128 to 2^128; mxfp8 gives blocks of zeros 2^-127, nvfp4 2^-128
+All experts' rows, and all their weights, count as one tensor where the format has one scale for a tensor.
 """
 
 from collections.abc import Iterator
@@ -17,12 +18,34 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from bmoe.precision import block, current, mxfp8
+from bmoe.precision import block, blocks, current, mxfp8, nvfp4
 from bmoe.precision.emulate import EmulatedProduct
-from bmoe.precision.float8 import E4M3, E5M2
+from bmoe.precision.float8 import E4M3, E5M2, round_to, saturate
 
 TENSORS = ("input_1", "weight_1", "gradient_1", "input_2", "weight_2", "gradient_2")
 BINS, BIN_WIDTH, LOWEST = 64, 4, -128
+
+
+def _rounded(x: Tensor, kind: str, tensor: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a rounded tensor: its values (float32), where a value is the format's largest, and the powers of two of its scales."""
+    weight, gradient = tensor.startswith("weight"), tensor.startswith("gradient")
+    if kind == "nvfp4":
+        axis, rows = (None if weight else -1), x.reshape(-1, x.shape[-1])
+        noise = nvfp4.noise_of(rows, torch.arange(len(rows), device=x.device)).view(x.shape) if gradient else None
+        codes, scales, amax = nvfp4.quantize(x, axis, noise)
+        return nvfp4.dequantize(codes, scales, amax, axis), (codes & 7) == 7, (scales.double() * amax / nvfp4.RANGE).log2()
+    if kind == "mxfp8":
+        codes, exponents = mxfp8.quantize(x)
+        return mxfp8.dequantize(codes, exponents), codes.float().abs() == E4M3.maximum, exponents.double() - 127
+    if kind == "fp8_block":
+        axis = None if weight else -1
+        codes, inverse = block.quantize(x, axis)
+        return block.dequantize(codes, inverse, axis), codes.float().abs() == E4M3.maximum, inverse.double().log2()
+    form = E5M2 if kind == "fp8_current" and gradient else E4M3
+    one = kind == "fp8_current" or weight  # scale for the tensor, else one for each row
+    scale = current.scales(blocks.amax(x.flatten() if one else x, -1), form)
+    values = round_to(saturate(x.float() * scale, form), form)
+    return values * (1.0 / scale), values.abs() == form.maximum, -scale.double().log2()
 
 
 def sums(x: Tensor, kind: str, tensor: str) -> Tensor:
@@ -30,23 +53,14 @@ def sums(x: Tensor, kind: str, tensor: str) -> Tensor:
 
     They add up over calls; `shares` makes the statistics of them.
     """
-    form = E5M2 if kind == "fp8_current" and tensor.startswith("gradient") else E4M3
-    if kind == "mxfp8":
-        codes, exponents = mxfp8.quantize(x)
-        rounded, power = mxfp8.dequantize(codes, exponents), exponents.double() - 127
-    elif kind == "fp8_block":
-        axis = None if tensor.startswith("weight") else -1
-        codes, inverse = block.quantize(x, axis)
-        rounded, power = block.dequantize(codes, inverse, axis), inverse.double().log2()
-    else:
-        codes, inverse = current.quantize(x, form)
-        rounded, power = current.dequantize(codes, inverse), inverse.double().log2()
+    form = nvfp4.E2M1 if kind == "nvfp4" else E5M2 if kind == "fp8_current" and tensor.startswith("gradient") else E4M3
+    rounded, largest, power = _rounded(x, kind, tensor)
     finite = x.isfinite()
     exact = torch.where(finite, x.double(), 0.0)
     rounded = torch.where(finite, rounded.double(), 0.0)
     nonzero = exact != 0
     beyond = 1 + 2.0 ** -(form.mantissa + 2) / (2 - 2.0**-form.mantissa) * 2
-    saturated = (codes.float().abs() == form.maximum) & (exact.abs() > rounded.abs() * beyond)
+    saturated = largest & (exact.abs() > rounded.abs() * beyond)
     head = [nonzero, nonzero & (rounded == 0), saturated]
     squares = [(rounded - exact).square().sum(), exact.square().sum()]
     bins = ((power.flatten() - LOWEST) / BIN_WIDTH).floor().clamp(0, BINS - 1).long()

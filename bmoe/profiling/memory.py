@@ -49,7 +49,7 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
         C = 2 * moe.expert_width if model.ffn == "swiglu" else moe.expert_width
         N, experts = load.real * moe.top_k, backend.experts
         inside = _expert_rows(recipe.precision.kind, experts, N, D, C, moe.expert_width, b, compiled)
-        inside += moe.experts * D * (C + moe.expert_width) if eight_bits(recipe) else 0
+        inside += moe.experts * D * (C + moe.expert_width) if low_bits(recipe) else 0
         shared = moe.shared_experts * moe.expert_width
         inside += _dense_rows(model.ffn, T, shared, b, compiled) if shared else 0
         fused = experts == "triton" and moe.groups is None  # the router that reads bf16
@@ -74,21 +74,22 @@ def _dense_rows(ffn: str, T: int, hidden: int, b: int, compiled: bool) -> float:
 
 def _expert_rows(kind: str, experts: str, N: float, D: int, C: int, F: int, b: int, compiled: bool) -> float:
     """Bytes that one layer's routed rows keep: triton h alone; te its rows in and out, h, and the inputs of its products, in
-    8 bits where they are rounded; compiled grouped x, h and a; eager x, a, and in fp32 what the activation multiplies (h, and
+    8 or 4 bits where they are rounded; compiled grouped x, h and a; eager x, a, and in fp32 what the activation multiplies (h, and
     C more)."""
     if experts == "triton":
         return N * C * b
     if experts == "te":
-        rounded = kind.startswith(("fp8", "mxfp8"))
-        return N * (2 * D + C) * b + N * ((D + F) * 1.03 if rounded else F * b)
+        rounded = {"fp32": 0.0, "bf16": 0.0, "nvfp4": 0.57}.get(kind, 1.03)  # bytes an element, scales included
+        return N * (2 * D + C) * b + N * ((D + F) * rounded or F * b)
     if experts == "grouped" and compiled:
         return N * (D + C + F) * b
     return N * (D + F) * b + N * (2 * C) * 4
 
 
-def eight_bits(recipe: Recipe) -> bool:
-    """Whether the experts' products take 8-bit inputs, and do not only emulate them."""
-    return recipe.precision.kind.startswith(("fp8", "mxfp8")) and not recipe.precision.emulate
+def low_bits(recipe: Recipe) -> bool:
+    """Whether the experts' products take inputs of 8 or 4 bits, and do not only emulate them; weights cost a byte then (of 4 bits
+    there are two copies)."""
+    return recipe.precision.kind not in ("fp32", "bf16") and not recipe.precision.emulate
 
 
 CUBLAS = 2 * 32 * 2**20
@@ -164,7 +165,7 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     workspace = one_block + gathered + CUBLAS
     if model.moe and recipe.backend.experts == "te":  # its gradients are stacked into one tensor
         workspace += TE_CUBLAS + largest / expert * b
-    elif model.moe and eight_bits(recipe):
+    elif model.moe and low_bits(recipe):
         workspace += largest / expert  # the copies that are not kept
     static = weights + optimizer + sums
     gradients = sums + (4 * wide if sums else gradients_alive)

@@ -18,7 +18,7 @@ from bmoe.profiling.memory import HOPPER, on_a_gpu
 from bmoe.profiling.work import Load, Part, Work, batch_parts, layout, model_flops, parameters
 from bmoe.recipe import Recipe
 
-LOW = ("fp8_row", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8")
+LOW = ("fp8_row", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Efficiency:
     optimizer: float = 0.82
     idle: float = 0.06
     row_gemm: float = 0.61  # our own FP8 products
-    low_gemm: float = 0.45  # Transformer Engine's FP8 experts: their gain over bf16 is far from the factor 2 of the peaks
+    low_gemm: float = 0.45  # Transformer Engine's experts in 8 (and 4) bits: their gain over bf16 is far from that of the peaks
     kernel_s: float = 3e-6
     te_layer_s: float = 6.9e-3  # Transformer Engine's 8-bit experts on Hopper, launched by the host expert by expert (cuBLASLt
     te_expert_s: float = 0.6e-3  # below 13.5): a layer takes at least the first, and the second for each expert besides
@@ -121,7 +121,7 @@ def _wait_for_host(found: dict[str, dict[str, float]], recipe: Recipe, e: Effici
 
 
 def _low_gemm(recipe: Recipe, load: Load, name: str, work: Work, backward: bool, chip: Chip, e: Efficiency) -> float:
-    """Seconds of one of the experts' products, forward or backward, in 8 bits, with the passes that round its inputs."""
+    """Seconds of one of the experts' products, forward or backward, in 8 or 4 bits, with the passes that round its inputs."""
     if recipe.precision.kind == "fp8_row":
         return _row_gemm(recipe, load, name, work, backward, chip, e)
     model, moe = recipe.model, recipe.model.moe
@@ -132,7 +132,8 @@ def _low_gemm(recipe: Recipe, load: Load, name: str, work: Work, backward: bool,
         rounded += moe.experts * model.width * moe.expert_width * (2 if first else 1)
     layers = model.layers - moe.dense_layers
     passes = Work(0.0, ROUNDING * rounded * layers, 2.0 * layers)
-    return _seconds(work._replace(bytes=work.bytes / 2), chip.fp8 * e.low_gemm, chip, e) + _seconds(passes, chip.bf16, chip, e)
+    rate, share = (chip.fp4, 4) if recipe.precision.kind == "nvfp4" else (chip.fp8, 2)
+    return _seconds(work._replace(bytes=work.bytes / share), rate * e.low_gemm, chip, e) + _seconds(passes, chip.bf16, chip, e)
 
 
 def _row_gemm(recipe: Recipe, load: Load, name: str, work: Work, backward: bool, chip: Chip, e: Efficiency) -> float:

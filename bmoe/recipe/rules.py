@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from bmoe.recipe.schema import DataSection, MoESection, Recipe
 
-EMULATED = ("fp8_row", "fp8_current", "fp8_block", "mxfp8")
+EMULATED = ("fp8_row", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 """Formats that precision.emulate knows."""
 
 RULE_BLOCK = 32  # MXFP8 scales blocks of 32 along the contraction, so every GEMM dimension must be a multiple.
@@ -106,11 +106,13 @@ def _precision_rules(r: Recipe) -> Iterator[tuple[str, str]]:
     if p.statistics_every and not p.emulate:
         yield "precision.statistics_every", "statistics come from the emulation; set precision.emulate: true or leave this null"
     runs, by = ("triton", "our own kernels") if p.kind == "fp8_row" else ("te", "Transformer Engine")
-    if low and not p.emulate and r.backend.experts not in ("auto", runs):
+    if low and not p.emulate and p.kind != "nvfp4" and r.backend.experts not in ("auto", runs):
         yield "backend.experts", f"{p.kind} runs in {by}; use {runs} or auto, or precision.emulate: true"
     if low and p.emulate and r.backend.experts not in ("auto", "loop", "grouped"):
         yield "backend.experts", "the emulation runs in loop and grouped; use one of them or auto"
-    if low and not p.emulate and moe is None:
+    if p.kind == "nvfp4" and not p.emulate:
+        yield "precision.kind", "nvfp4 is emulated only: it needs Blackwell, and no experts multiply in it; set precision.emulate: true"
+    elif low and not p.emulate and moe is None:
         yield "precision.kind", f"{p.kind} is for expert GEMMs, and model.moe is null; use bf16"
     if p.kind == "mxfp8":
         sizes = {"model.width": r.model.width, **({"model.moe.expert_width": moe.expert_width} if moe else {})}

@@ -131,8 +131,9 @@ class HighPrecisionSection(Section):
 class PrecisionSection(Section):
     """Arithmetic of the matrix products. Router and losses are always fp32, optimizer masters too."""
 
-    kind: Literal["fp32", "bf16", "fp8_row", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8"] = Field(
-        "bf16", description="format of GEMM inputs; fp8_row: our own kernels (Hopper), the other 8-bit formats: Transformer Engine"
+    kind: Literal["fp32", "bf16", "fp8_row", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4"] = Field(
+        "bf16",
+        description="format of GEMM inputs; fp8_row: our own kernels (Hopper); nvfp4: emulated only; other 8 bits: Transformer Engine",
     )
     high_precision_layers: HighPrecisionSection = Field(default_factory=HighPrecisionSection)
     emulate: Flag = Field(False, description="round GEMM inputs to `kind` in software, on any machine: for convergence, not speed")

@@ -26,6 +26,7 @@ FLAGSHIP = ModelSection()
         ("fp8_block", {"b200", "rtx"}),
         ("mxfp8", {"b200"}),
         ("fp8_row", {"h200"}),
+        ("nvfp4", set()),
     ],
 )
 def test_where_each_precision_runs(kind, runs_on):
@@ -36,6 +37,12 @@ def test_where_each_precision_runs(kind, runs_on):
 def test_mxfp8_on_hopper_names_only_the_chip():
     (sentence,) = unmet("mxfp8", H200, FLAGSHIP)
     assert "NVIDIA H200 has 9.0" in sentence and "10.0" in sentence
+
+
+def test_four_bits_are_emulated_only_and_blackwell_has_the_rest():
+    (sentence,) = unmet("nvfp4", B200, FLAGSHIP)
+    assert sentence.startswith("Kernels") and "precision.emulate" in sentence
+    assert [s.split(":")[0] for s in unmet("nvfp4", RTX5090, FLAGSHIP)] == ["Chip", "Kernels"]
 
 
 def test_row_wise_fp8_needs_our_kernels_and_not_transformer_engine():

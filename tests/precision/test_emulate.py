@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from bmoe.errors import RequestError
 from bmoe.model.experts import build_experts
-from bmoe.precision import block, current, mxfp8
+from bmoe.precision import block, current, mxfp8, nvfp4
 from bmoe.precision.emulate import EmulatedLinear, EmulatedProduct, emulate, low_precision_layers
 from bmoe.precision.float8 import E5M2
 from bmoe.recipe import PrecisionSection
@@ -31,6 +31,19 @@ def by_hand(x, w, dy, kind):
 
         wr = wc = q(w, None)
         xr, xc, dr, dc = q(x, -1), q(x, -2), q(dy, -1), q(dy, -2)
+    elif kind == "nvfp4":
+
+        def columns(t, stochastic):
+            t = functional.pad(t, (0, 0, 0, -len(t) % 16))
+            t = (t.T.reshape(t.shape[1], -1, 16) @ nvfp4.hadamard(t.device, t.dtype)).flatten(1).T.contiguous()
+            return q(t, -2, stochastic)
+
+        def q(t, axis, stochastic=False):
+            noise = nvfp4.noise_of(t, torch.arange(len(t))) if stochastic else None
+            return nvfp4.dequantize(*nvfp4.quantize(t, axis, noise), axis)
+
+        wr = wc = q(w, None)
+        xr, xc, dr, dc = q(x, -1), columns(x, False), q(dy, -1, True), columns(dy, True)
     elif kind == "fp8_row":
         wr = wc = current.quantize_dequantize(w)
         xr, dr = (torch.stack([current.quantize_dequantize(row) for row in t]) for t in (x, dy))
@@ -53,7 +66,7 @@ def inputs(seed=0, rows=T):
     return spread(rows, D, generator=g), spread(F, D, generator=g), spread(rows, F, generator=g)
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row"])
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row", "nvfp4"])
 def test_linear_is_the_recipe(kind):
     x, w, dy = inputs()
     linear = nn.Linear(D, F, bias=True)
@@ -71,7 +84,7 @@ def test_linear_is_the_recipe(kind):
     assert (expected[0] - x.detach() @ w.T).norm() > 1e-3 * expected[0].norm()
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row"])
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row", "nvfp4"])
 @pytest.mark.parametrize("sizes", [(20, 30, 0, 25), (75, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (32, 33, 2, 0)])
 def test_grouped_product_rounds_each_expert_alone(kind, sizes):
     experts = build_experts("grouped", E, D, F // 2)
@@ -97,7 +110,7 @@ def test_grouped_product_rounds_each_expert_alone(kind, sizes):
             assert (got - right).norm() < 2e-6 * right.norm()
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row"])
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row", "nvfp4"])
 def test_loop_and_grouped_experts_agree(kind):
     g = torch.Generator().manual_seed(3)
     x = torch.randn(T, D, generator=g)
@@ -168,18 +181,20 @@ def test_what_cannot_be_emulated_is_refused():
         emulate(model, PrecisionSection(kind="mxfp8"))
 
 
-def test_compiles_into_one_graph():
-    linear = EmulatedLinear(nn.Linear(64, 32, bias=False), "mxfp8")
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_compiles_into_one_graph(kind):
+    linear = EmulatedLinear(nn.Linear(64, 32, bias=False), kind)
     x = torch.randn(40, 64)
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), linear(x))
 
 
-def test_grouped_experts_compile_into_one_graph():
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_grouped_experts_compile_into_one_graph(kind):
     experts = build_experts("grouped", E, D, F).bfloat16()
     holder = nn.Module()
     holder.blocks = nn.ModuleList([experts])
-    emulate(holder, PrecisionSection(kind="mxfp8", emulate=True))
+    emulate(holder, PrecisionSection(kind=kind, emulate=True))
     x = torch.randn(40, D).bfloat16().requires_grad_()
     ids, weights = torch.randint(0, E + 1, (40, K)), torch.rand(40, K)
     gradients = []

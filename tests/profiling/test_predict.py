@@ -7,6 +7,8 @@ import pytest
 from bmoe.errors import RequestError
 from bmoe.model import counts
 from bmoe.profiling import chips, predict, validation
+from bmoe.profiling.estimate import predictions, with_values
+from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load, Work
 from bmoe.recipe import Recipe
 
@@ -87,6 +89,14 @@ def test_low_precision_pays_for_wide_experts_and_not_for_small_ones():
     assert gain["wide"] > 1.1 and gain["small"] < gain["wide"]
 
 
+def test_four_bits_are_predicted_for_blackwell_alone_and_faster_than_eight():
+    eight = layer(4096, 14336, 8, 2, "mxfp8")
+    four = with_values(eight, "precision", kind="nvfp4")
+    b200 = chips.find("b200")
+    assert predict.step(four, 33, FULL, b200)["batch_s"] < predict.step(eight, 33, FULL, b200)["batch_s"]
+    assert set(predictions(four, SyntheticShards(four), "")) == {"b200", "gb200"}
+
+
 def test_fp8_row_computes_two_thirds_in_8_bits():
     """Where rounding counts for nothing, forward products and data gradients gain the ratio of their rates, weight gradients nothing."""
     h200, e = chips.find("h200"), predict.EFFICIENCY
@@ -163,10 +173,12 @@ def test_chips():
 
 
 def test_peaks_are_those_of_the_data_sheets():
+    four = {"h100": 0, "h200": 0, "b200": 18000, "gb200": 20000}
     sparse = {"h100": (1979, 3958), "h200": (1979, 3958), "b200": (4500, 9000), "gb200": (5000, 10000)}  # bf16, fp8 as printed
     memory = {"h100": (80, 3.35), "h200": (141, 4.8), "b200": (180, 7.7), "gb200": (186, 8.0)}  # GB, TB/s
     for name, chip in chips.CHIPS.items():
         assert (chip.bf16 / 1e12, chip.fp8 / 1e12) == pytest.approx([printed / 2 for printed in sparse[name]], rel=1e-3)
+        assert chip.fp4 / 1e12 == four[name] / 2
         assert chip.bandwidth == memory[name][1] * 1e12
         assert 0.98 * memory[name][0] * 1e9 < chip.memory_gib * 2**30 < 1.07 * memory[name][0] * 1e9  # 80 GB is nearly 80 GiB
         assert chip.nvlink == (900e9 if name.startswith("h") else 1800e9) and chip.domain == (72 if name == "gb200" else 8)
