@@ -16,10 +16,8 @@ ALL_BF16_MAXIMA = torch.arange(1, 0x7F80).to(torch.int16).view(torch.bfloat16).f
 def expected_scale(amax: float) -> float:
     """The largest power of two not above 448 / amax, at most 2^127, in exact arithmetic."""
     ratio = Fraction(448) / Fraction(amax)
-    power = 127
-    while Fraction(2) ** power > ratio:
-        power -= 1
-    return 2.0**power
+    power = ratio.numerator.bit_length() - ratio.denominator.bit_length()  # 2^power is above half the ratio and below twice
+    return 2.0 ** min(power if Fraction(2) ** power <= ratio else power - 1, 127)
 
 
 def test_scale_of_every_bf16_maximum_is_the_largest_fitting_power_of_two():

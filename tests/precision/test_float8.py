@@ -1,5 +1,6 @@
 """Rounding and codes of the two float8 formats against an independent enumeration of all 256 codes."""
 
+import functools
 import math
 from fractions import Fraction
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from bmoe.precision.float8 import E4M3, E5M2, encode, round_to, saturate
 
 BITS = {E4M3: (4, 3, 7), E5M2: (5, 2, 15)}  # exponent bits, mantissa bits, bias
+UNIT = 2**149  # every float32, and so every code, is a multiple of 1 / UNIT
 
 
 def value_of(code: int, form) -> Fraction | None:
@@ -25,11 +27,16 @@ def value_of(code: int, form) -> Fraction | None:
     return (1 + Fraction(mantissa, 1 << mantissa_bits)) * Fraction(2) ** (exponent - bias)
 
 
+@functools.cache
+def finite_codes(form) -> list[tuple[int, int]]:
+    """The non-negative finite codes with their values in units of 1 / UNIT."""
+    return [(code, int(v * UNIT)) for code in range(128) if (v := value_of(code, form)) is not None]
+
+
 def nearest_code(value: float, form) -> int:
-    """The code nearest to a finite saturated value, a tie going to the even code, by comparing with all codes."""
-    codes = [(code, v) for code in range(128) if (v := value_of(code, form)) is not None]
-    magnitude = Fraction(abs(value))
-    best = min(codes, key=lambda pair: (abs(pair[1] - magnitude), pair[0] % 2))[0]
+    """The code nearest to a finite saturated float32, a tie going to the even code, by comparing with all codes."""
+    magnitude = int(Fraction(abs(value)) * UNIT)
+    best = min(finite_codes(form), key=lambda pair: (abs(pair[1] - magnitude), pair[0] % 2))[0]
     return best | (0x80 if math.copysign(1, value) < 0 else 0)
 
 
