@@ -98,6 +98,17 @@ def test_a_tensor_worked_by_hand():
     assert values[0, :3].tolist() == pytest.approx([12.0, 6.0, -3.0], rel=1e-6) and values[0, 16].item() == pytest.approx(6 * 11 / 224)
 
 
+@pytest.mark.parametrize("top, block, scale", [(0.5, "0x1.edb6dap-16", 13 / 512), (0.50390625, "0x1.ba4922p-19", 2 / 512)])
+def test_the_reciprocal_of_six_is_folded_into_the_tensors_factor(top, block, scale):
+    """Maxima whose scale is a tie, or not, by the order of operations: blockmax / 6 x S and blockmax x S / 6 give the other neighbour."""
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16] = top, float.fromhex(block)
+    assert nvfp4.quantize(x)[1].float()[0, 1] == scale
+    S = np.float32(2688) / np.float32(top)
+    for other in (np.float32(float.fromhex(block)) / np.float32(6) * S, np.float32(float.fromhex(block)) * S / np.float32(6)):
+        assert e4m3(other) != scale
+
+
 def test_zeros_infinities_and_nan():
     codes, scales, amax = nvfp4.quantize(torch.zeros(3, 16))
     assert not codes.any() and not scales.float().any() and amax == 0 and not nvfp4.dequantize(codes, scales, amax).any()
