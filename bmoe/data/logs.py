@@ -13,8 +13,8 @@ from bmoe.data.ledger import LOG, PART_BEGINS
 from bmoe.data.summary import NOTES
 
 
-def join(parts: list[tuple[Path, dict]], duplicates: int, out: Path) -> bool:
-    """Write the logs of all parts (folder and manifest, in order) to `out`. duplicates: between parts. Returns whether there is one."""
+def join(parts: list[tuple[Path, dict]], duplicates: int, out: Path) -> None:
+    """Write the logs of all parts (folder and manifest, in order) to `out`. duplicates: number of sequences that two parts hold."""
     written, noted, before = Counter(), Counter(duplicate=duplicates), {}
     with out.open("w", encoding="utf-8", newline="\n") as file:
         for directory, manifest in parts:
@@ -32,9 +32,6 @@ def join(parts: list[tuple[Path, dict]], duplicates: int, out: Path) -> bool:
             if last is not None:
                 before[last[0]] = last[1] + (shift if last[0] == inside else 0)
         file.writelines(f"# {reason}: {number}\n" for reason, number in sorted(noted.items()) if number)
-    if not out.stat().st_size:
-        out.unlink()
-    return out.exists()
 
 
 def _shifted(line: str, name: str, by: int) -> str:

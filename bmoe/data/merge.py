@@ -122,8 +122,8 @@ def _merge(parts: list[tuple[Path, dict]], out: Path) -> dict:
     if letters.tokenizer is not None:
         files_of_all[TOKENIZER_FILE] = _same_tokenizer(parts)
         _link(parts[0][0] / TOKENIZER_FILE, out / TOKENIZER_FILE, how)
-    if logs.join(parts, again, out / LOG):
-        files_of_all[LOG] = digest(out / LOG, None)
+    logs.join(parts, again, out / LOG)
+    files_of_all[LOG] = digest(out / LOG, None)
     merged = {
         "format": FORMAT,
         "alphabet": letters.name,
