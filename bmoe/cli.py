@@ -7,6 +7,7 @@ Ctrl-C. Errors are one sentence; `--debug`, before or after the command, shows t
 import errno
 import re
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -28,8 +29,24 @@ UsageError = typer.BadParameter.__base__  # typer may carry its own copy of clic
 
 JSON = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")]
 SET = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the recipe.")]
+PRECISIONS = "fp32, bf16, fp8_row, fp8_current, fp8_block, fp8_delayed, mxfp8 or nvfp4; default: the recipe's."
 METHOD = "Score by masked-marginal, wildtype-marginal, pseudo-log-likelihood or (decoders) log-likelihood; repeat for more."
 DEVICE = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda", help="Where to run; default: the GPU if there is one.")]
+
+
+# the options of one panel of a command's help
+CLEANING = partial(typer.Option, rich_help_panel="What is kept")
+SPLITS = partial(typer.Option, rich_help_panel="Splits")
+DNA = partial(typer.Option, rich_help_panel="DNA")
+LARGE = partial(typer.Option, rich_help_panel="Large inputs")
+STOP = partial(typer.Option, rich_help_panel="Stopping and going on")
+DRY = partial(typer.Option, rich_help_panel="Dry run")
+MUTATIONS = partial(typer.Option, rich_help_panel="Mutations")
+STRUCTURE = partial(typer.Option, rich_help_panel="Structure")
+EMBEDDINGS = partial(typer.Option, rich_help_panel="Embeddings")
+GENERATION = partial(typer.Option, rich_help_panel="Generation")
+BASELINE = partial(typer.Option, rich_help_panel="Beside Hugging Face")
+RANKS = partial(typer.Option, rich_help_panel="Several ranks")
 
 
 def print_version(wanted: bool) -> None:
@@ -50,28 +67,28 @@ def root(version: Annotated[bool, VERSION] = False, debug: Annotated[bool, DEBUG
 @app.command()
 def prepare(
     context: typer.Context,
-    inputs: Annotated[list[str] | None, typer.Argument(metavar="INPUT...", help="Files, globs, directories, or - for stdin.")] = None,
+    inputs: Annotated[list[str] | None, typer.Argument(metavar="INPUT", help="Files, globs, directories, or - for stdin.")] = None,
     out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Where the shards go; default data/<stem> of one input.")] = None,
-    alphabet: Annotated[str, typer.Option(metavar="protein|dna|dna-bpe:N")] = "protein",
+    alphabet: Annotated[str, typer.Option(metavar="protein|dna|dna-bpe:N", help="Letters, or N byte pairs.")] = "protein",
     format_: Annotated[str, typer.Option("--format", metavar="fasta|fastq|genbank|embl|swissprot")] = "fasta",
-    valid_fraction: Annotated[float, typer.Option(help="Share of sequences or clusters held out for validation.")] = 0.005,
-    test_fraction: Annotated[float, typer.Option(help="Share held out for a final test.")] = 0.0,
-    clusters: Annotated[str | None, typer.Option(metavar="TSV", help="Member and representative; or uniref: from the headers.")] = None,
-    dedup: Annotated[bool, typer.Option(help="Keep the first of equal sequences.")] = True,
-    min_length: Annotated[int, typer.Option(help="Shortest sequence kept, in residues.")] = 2,
-    max_length: Annotated[int | None, typer.Option(help="Longest sequence kept, in residues.")] = None,
-    on_invalid: Annotated[str, typer.Option(metavar="unknown|drop|error", help="What a letter outside the alphabet does.")] = "unknown",
-    internal_stop: Annotated[str, typer.Option(metavar="unknown|drop|error", help="The same for a * inside a sequence.")] = "unknown",
-    gaps: Annotated[str, typer.Option(metavar="remove|invalid", help="What - and . mean.")] = "remove",
-    n_runs: Annotated[str, typer.Option(metavar="split|keep", help="DNA: cut records at long runs of N.")] = "split",
-    soft_mask: Annotated[bool, typer.Option(help="DNA: remember which bases were lower case.")] = True,
-    keep_headers: Annotated[bool, typer.Option(help="Store the header lines.")] = True,
-    workers: Annotated[int, typer.Option(min=1, help="Threads that parse; the output is the same for any number.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed preparation stopped, or start.")] = False,
-    part: Annotated[str | None, typer.Option(metavar="i/n", help="Only part i of n, for a job array; join with --merge.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the first 100 MB and predict size and time.")] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="INPUT are parts: join them under one manifest.")] = False,
+    valid_fraction: Annotated[float, SPLITS(help="Share of sequences or clusters held out for validation.")] = 0.005,
+    test_fraction: Annotated[float, SPLITS(help="Share held out for a final test.")] = 0.0,
+    clusters: Annotated[str | None, SPLITS(metavar="TSV", help="Member and representative; or uniref: from the headers.")] = None,
+    dedup: Annotated[bool, CLEANING(help="Keep the first of equal sequences.")] = True,
+    min_length: Annotated[int, CLEANING(help="Shortest sequence kept, in residues.")] = 2,
+    max_length: Annotated[int | None, CLEANING(help="Longest sequence kept, in residues.")] = None,
+    on_invalid: Annotated[str, CLEANING(metavar="unknown|drop|error", help="What a letter outside the alphabet does.")] = "unknown",
+    internal_stop: Annotated[str, CLEANING(metavar="unknown|drop|error", help="The same for a * inside a sequence.")] = "unknown",
+    gaps: Annotated[str, CLEANING(metavar="remove|invalid", help="What - and . mean.")] = "remove",
+    n_runs: Annotated[str, DNA(metavar="split|keep", help="Cut records at long runs of N.")] = "split",
+    soft_mask: Annotated[bool, DNA(help="Remember which bases were lower case.")] = True,
+    keep_headers: Annotated[bool, CLEANING(help="Store the header lines.")] = True,
+    workers: Annotated[int, LARGE(min=1, help="Threads that parse; the output is the same for any number.")] = 1,
+    seed: Annotated[int, SPLITS(help="Another seed is another split.")] = 0,
+    resume: Annotated[bool, LARGE("--resume", help="Go on where a killed preparation stopped, or start.")] = False,
+    part: Annotated[str | None, LARGE(metavar="i/n", help="Only part i of n, for a job array; join with --merge.")] = None,
+    dry_run: Annotated[bool, LARGE("--dry-run", help="Read the first 100 MB and predict size and time.")] = False,
+    merge: Annotated[bool, LARGE("--merge", help="INPUT are folders of parts: join them in --out.")] = False,
     verify: Annotated[str | None, typer.Option("--verify", metavar="DIR", help="Check every hash and offset of a folder.")] = None,
     json: JSON = None,
 ) -> None:
@@ -122,14 +139,14 @@ def train(
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs of this machine to use.")] = None,
     device: DEVICE = None,
     out: Annotated[str | None, typer.Option("--out", metavar="RUN", help="The run's folder; default runs/NAME.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, or start.")] = False,
-    stop_at: Annotated[int | None, typer.Option("--stop-at", min=1, metavar="STEP", help="Save and exit after this step.")] = None,
-    max_time: Annotated[str | None, typer.Option("--max-time", metavar="3h50m", help="Save and exit after this time.")] = None,
+    resume: Annotated[bool, STOP("--resume", help="Go on from the newest checkpoint, or start.")] = False,
+    stop_at: Annotated[int | None, STOP("--stop-at", min=1, metavar="STEP", help="Save and exit after this step.")] = None,
+    max_time: Annotated[str | None, STOP("--max-time", metavar="3h50m", help="Save and exit after this time.")] = None,
     procs: Annotated[int | None, typer.Option("--procs", min=1, help="With --device cpu: processes.")] = None,
-    restarts: Annotated[int, typer.Option("--restarts", min=0, metavar="N", help="Start anew if a process dies.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and its size, without running it.")] = False,
-    world: Annotated[int | None, typer.Option("--world", min=1, help="With --dry-run: ranks.")] = None,
-    chip: Annotated[str | None, typer.Option("--chip", metavar="h100|h200|b200|gb200", help="With --dry-run: this chip only.")] = None,
+    restarts: Annotated[int, STOP("--restarts", min=0, metavar="N", help="Start anew if a process dies.")] = 0,
+    dry_run: Annotated[bool, DRY("--dry-run", help="Show what would run, and its size, without running it.")] = False,
+    world: Annotated[int | None, DRY("--world", min=1, help="With --dry-run: ranks.")] = None,
+    chip: Annotated[str | None, DRY("--chip", metavar="h100|h200|b200|gb200", help="With --dry-run: this chip only.")] = None,
     json: JSON = None,
 ) -> None:
     """Train a recipe: data if needed, training, report."""
@@ -151,27 +168,95 @@ def train(
         raise typer.Exit(code)
 
 
+@app.command("eval")
+def evaluate(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run folders or checkpoints.")],
+    data: Annotated[str | None, typer.Option("--data", metavar="DIR", help="Other prepared data than the run's.")] = None,
+    split: Annotated[str, typer.Option("--split", metavar="valid|test|train")] = "valid",
+    by: Annotated[str | None, typer.Option("--by", metavar="FIELD", help="Perplexity by a header field, for example OS.")] = None,
+    pseudo: Annotated[bool, typer.Option("--pseudo", help="Pseudo-perplexity: one mask at a time.")] = False,
+    mutations: Annotated[str | None, MUTATIONS("--mutations", metavar="CSV", help="A deep mutational scan.")] = None,
+    wildtype: Annotated[str | None, MUTATIONS("--wildtype", metavar="FASTA", help="The wild type of --mutations.")] = None,
+    column: Annotated[str | None, MUTATIONS("--column", metavar="NAME", help="The column of --mutations that has the effects.")] = None,
+    method: Annotated[list[str] | None, MUTATIONS("--method", metavar="NAME", help=METHOD)] = None,
+    scores: Annotated[str | None, MUTATIONS("--scores", metavar="FILE.csv", help="Write every variant's scores.")] = None,
+    structures: Annotated[str | None, STRUCTURE("--structures", metavar="DIR", help="PDB or mmCIF chains: contacts.")] = None,
+    probe: Annotated[str | None, STRUCTURE("--probe", metavar="TSV", help="Secondary structure labels: linear probe.")] = None,
+    routing: Annotated[bool, typer.Option("--routing", help="What the experts specialise in.")] = False,
+    embed: Annotated[str | None, EMBEDDINGS("--embed", metavar="FASTA", help="Write embeddings of these sequences.")] = None,
+    out: Annotated[str | None, EMBEDDINGS("--out", metavar="FILE.safetensors", help="Where the embeddings go.")] = None,
+    mode: Annotated[str | None, EMBEDDINGS("--mode", metavar="residue|mean", help="A vector a residue (default), or their mean.")] = None,
+    layer: Annotated[
+        int | None, EMBEDDINGS("--layer", metavar="N", help="Of which layer: 0 the embedding table; default the last.")
+    ] = None,
+    generate: Annotated[int | None, GENERATION("--generate", min=1, metavar="N", help="Decoders: sample sequences.")] = None,
+    prompt: Annotated[str, GENERATION("--prompt", metavar="SEQ", help="How the samples begin.")] = "",
+    temperature: Annotated[float | None, GENERATION("--temperature", metavar="T", help="Below 1: likelier letters.")] = None,
+    top_k: Annotated[int | None, GENERATION("--top-k", min=1, metavar="K", help="Draw from the K likeliest letters.")] = None,
+    device: DEVICE = None,
+    report: Annotated[str | None, typer.Option("--report", metavar="FILE.html", help="Write a report page.")] = None,
+    json: JSON = None,
+) -> None:
+    """Evaluate trained models; several are compared."""
+    from bmoe.jobs import common
+    from bmoe.jobs import evaluate as job
+    from bmoe.reports.evaluation import write_evaluation_report
+    from bmoe.reports.terminal_evaluation import evaluation_tables
+
+    common.check_target("--json", json)
+    common.check_target("--report", report)
+    chosen, line = common.choose_device(device, None)
+    console.note(line)
+    wanted = job.Wanted(
+        by=by,
+        pseudo=pseudo,
+        mutations=mutations,
+        wildtype=wildtype,
+        column=column,
+        methods=tuple(method or ()),
+        scores=scores,
+        structures=structures,
+        probe=probe,
+        routing=routing,
+        embed=embed,
+        out=out,
+        mode=mode,
+        layer=layer,
+        generate=generate,
+        prompt=prompt,
+        temperature=temperature,
+        top_k=top_k,
+    )
+    results, recipe = job.evaluate(runs, wanted, data=data, split=split, device=chosen)
+    console.show(evaluation_tables(results))
+    common.write_json(json, "eval", recipe, results[0] if len(results) == 1 else {"runs": results})
+    if report:
+        console.note(f"report written to {write_evaluation_report(results, report)}")
+
+
 @app.command()
 def profile(
     context: typer.Context,
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe; default: the flagship.")] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", metavar="fp32|bf16|fp8_row|fp8_current|fp8_block|fp8_delayed|mxfp8")
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A recipe file or a shipped one's name; default: esm2_moe.")
     ] = None,
+    precision: Annotated[str | None, typer.Option("--precision", metavar="KIND", help=PRECISIONS)] = None,
     experts: Annotated[str | None, typer.Option("--experts", metavar="NAME|all", help="An implementation, or compare all.")] = None,
-    baseline: Annotated[str | None, typer.Option("--baseline", metavar="hf|NAME,...", help="Beside Hugging Face (extra hf).")] = None,
-    forms: Annotated[str | None, typer.Option(metavar="flattened,padded,bucketed", help="Of its batches; default: all.")] = None,
-    routing: Annotated[str | None, typer.Option(metavar="natural,balanced", help="Of that comparison; default: natural.")] = None,
+    baseline: Annotated[str | None, BASELINE("--baseline", metavar="hf|NAME,...", help="Beside Hugging Face (extra hf).")] = None,
+    forms: Annotated[str | None, BASELINE(metavar="flattened,padded,bucketed", help="Forms of its batches; default: all.")] = None,
+    routing: Annotated[str | None, BASELINE(metavar="natural,balanced", help="Routing of that comparison; default: natural.")] = None,
     set_: SET = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="Ranks of this machine: speed and communication.")] = None,
+    gpus: Annotated[int | None, RANKS("--gpus", min=1, help="Ranks of this machine: speed and communication.")] = None,
     device: DEVICE = None,
-    procs: Annotated[int | None, typer.Option("--procs", min=1, help="With --device cpu: ranks.")] = None,
-    layouts: Annotated[bool, typer.Option("--layouts", help="Of ranks: one checkpoint in every layout must give one loss.")] = False,
-    warmup: Annotated[int | None, typer.Option("--warmup", min=1, help="Of ranks: steps before the measured ones.")] = None,
+    procs: Annotated[int | None, RANKS("--procs", min=1, help="With --device cpu: ranks.")] = None,
+    layouts: Annotated[bool, RANKS("--layouts", help="Of ranks: one checkpoint in every layout must give one loss.")] = False,
+    warmup: Annotated[int | None, RANKS("--warmup", min=1, help="Of ranks: steps before the measured ones.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Measured steps; default 10, of hf-loop 3.")] = None,
     trace: Annotated[str | None, typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of one step.")] = None,
     report: Annotated[str | None, typer.Option("--report", metavar="FILE.html", help="Write a report page.")] = None,
-    compare: Annotated[tuple[str, str] | None, typer.Option("--compare", metavar="A.json B.json", help="What changed.")] = None,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option("--compare", metavar="A.json B.json", help="Two results of --json side by side.")
+    ] = None,
     json: JSON = None,
 ) -> None:
     """Measure where the time goes; predict what this machine cannot run."""
@@ -183,9 +268,8 @@ def profile(
     common.check_target("--json", json)
     common.check_target("--trace", trace)
     common.check_target("--report", report)
-    if compare and (trace or report):
-        raise RequestError("--compare reads two files and measures nothing: it takes --json, not --trace or --report")
     if compare:
+        refuse_others(context, "--compare", {"compare", "json"})
         results = job.compare(*compare)
         console.show(job.comparison(results))
         common.write_json(json, "profile", None, results)
@@ -232,70 +316,6 @@ def export(
     common.write_json(json, "export", None, results)
 
 
-@app.command("eval")
-def evaluate(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN_OR_CHECKPOINT...", help="Run folders or checkpoints.")],
-    data: Annotated[str | None, typer.Option("--data", metavar="DIR", help="Other prepared data than the run's.")] = None,
-    split: Annotated[str, typer.Option("--split", metavar="valid|test|train")] = "valid",
-    by: Annotated[str | None, typer.Option("--by", metavar="FIELD", help="Perplexity by a header field, for example OS.")] = None,
-    pseudo: Annotated[bool, typer.Option("--pseudo", help="Pseudo-perplexity: one mask at a time.")] = False,
-    mutations: Annotated[str | None, typer.Option("--mutations", metavar="CSV", help="A deep mutational scan.")] = None,
-    wildtype: Annotated[str | None, typer.Option("--wildtype", metavar="FASTA", help="Its wild type.")] = None,
-    column: Annotated[str | None, typer.Option("--column", metavar="NAME", help="Its column of measured effects.")] = None,
-    method: Annotated[list[str] | None, typer.Option("--method", metavar="NAME", help=METHOD)] = None,
-    scores: Annotated[str | None, typer.Option("--scores", metavar="FILE.csv", help="Write every variant's scores.")] = None,
-    structures: Annotated[str | None, typer.Option("--structures", metavar="DIR", help="PDB or mmCIF chains: contacts.")] = None,
-    probe: Annotated[str | None, typer.Option("--probe", metavar="TSV", help="Secondary structure labels: linear probe.")] = None,
-    routing: Annotated[bool, typer.Option("--routing", help="What the experts specialise in.")] = False,
-    embed: Annotated[str | None, typer.Option("--embed", metavar="FASTA", help="Write embeddings of these sequences.")] = None,
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE.safetensors", help="Where the embeddings go.")] = None,
-    mode: Annotated[str | None, typer.Option("--mode", metavar="residue|mean", help="One a residue (default), or the mean.")] = None,
-    layer: Annotated[int | None, typer.Option("--layer", metavar="N", help="Whose states; 0 the table, default the last.")] = None,
-    generate: Annotated[int | None, typer.Option("--generate", min=1, metavar="N", help="Decoders: sample sequences.")] = None,
-    prompt: Annotated[str, typer.Option("--prompt", metavar="SEQ", help="How the samples begin.")] = "",
-    temperature: Annotated[float | None, typer.Option("--temperature", metavar="T", help="Below 1: likelier letters.")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, metavar="K", help="Draw from the K likeliest letters.")] = None,
-    device: DEVICE = None,
-    report: Annotated[str | None, typer.Option("--report", metavar="FILE.html", help="Write a report page.")] = None,
-    json: JSON = None,
-) -> None:
-    """Evaluate trained models; several are compared."""
-    from bmoe.jobs import common
-    from bmoe.jobs import evaluate as job
-    from bmoe.reports.evaluation import write_evaluation_report
-    from bmoe.reports.terminal_evaluation import evaluation_tables
-
-    common.check_target("--json", json)
-    common.check_target("--report", report)
-    chosen, line = common.choose_device(device, None)
-    console.note(line)
-    wanted = job.Wanted(
-        by=by,
-        pseudo=pseudo,
-        mutations=mutations,
-        wildtype=wildtype,
-        column=column,
-        methods=tuple(method or ()),
-        scores=scores,
-        structures=structures,
-        probe=probe,
-        routing=routing,
-        embed=embed,
-        out=out,
-        mode=mode,
-        layer=layer,
-        generate=generate,
-        prompt=prompt,
-        temperature=temperature,
-        top_k=top_k,
-    )
-    results, recipe = job.evaluate(runs, wanted, data=data, split=split, device=chosen)
-    console.show(evaluation_tables(results))
-    common.write_json(json, "eval", recipe, results[0] if len(results) == 1 else {"runs": results})
-    if report:
-        console.note(f"report written to {write_evaluation_report(results, report)}")
-
-
 def refuse_others(context: typer.Context, flag: str, allowed: set[str]) -> None:
     """Raise RequestError if options were given that a command does not read together with `flag`."""
     for parameter in context.command.params:
@@ -330,7 +350,8 @@ def run(arguments: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as problem:  # the one place that turns anything into a sentence and a code
         if debug:
             raise
-        return explain(problem, quiet=started_by_launcher())
+        named = next((a for a in arguments if a in typer.main.get_command(app).commands), None)
+        return explain(problem, quiet=started_by_launcher(), command=f"bmoe {named}" if named else "bmoe")
 
 
 def started_by_launcher() -> bool:
@@ -340,8 +361,8 @@ def started_by_launcher() -> bool:
     return is_launched()
 
 
-def explain(problem: BaseException, quiet: bool = False) -> int:
-    """Say a known failure in one sentence (unless `quiet`) and return its exit code."""
+def explain(problem: BaseException, quiet: bool = False, command: str = "bmoe") -> int:
+    """Say a known failure of `command` in one sentence (unless `quiet`) and return its exit code."""
     say = (lambda _: None) if quiet else console.error
     if isinstance(problem, KeyboardInterrupt | typer.Abort):
         say("interrupted; train and prepare go on from what they have saved with --resume")
@@ -352,8 +373,8 @@ def explain(problem: BaseException, quiet: bool = False) -> int:
     if isinstance(problem, UsageError):
         if not problem.format_message():
             return 2  # no command at all: the help was shown
-        command = problem.ctx.command_path if problem.ctx else "bmoe"
-        say(f"{problem.format_message().rstrip('.')}; see {command} --help")
+        # The parser raises some before it knows the command.
+        say(f"{problem.format_message().rstrip('.')}; see {problem.ctx.command_path if problem.ctx else command} --help")
         return 2
     if isinstance(problem, RecipeError):
         for fault in problem.faults:

@@ -115,8 +115,8 @@ def _source(name: str) -> Source:
 
 
 def readable(name: str) -> str:
-    """A file's name as text that can be written: bytes of it that are no UTF-8 become U+FFFD."""
-    return os.fsencode(name).decode("utf-8", "replace")
+    """A file's name as text of one line: bytes that are no UTF-8 and control characters become U+FFFD."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in os.fsencode(name).decode("utf-8", "replace"))
 
 
 class _File:

@@ -20,15 +20,15 @@ def join(parts: list[tuple[Path, dict]], duplicates: int, out: Path) -> None:
         for directory, manifest in parts:
             inside, last = manifest["lines"]["inside"], manifest["lines"]["last"]
             name, shift = ("", 0) if inside is None else (readable(manifest["inputs"][inside]["name"]), before.get(inside, 0))
-            for line in (directory / LOG).read_text("utf-8").splitlines(keepends=True) if LOG in manifest["files"] else ():
-                if line.startswith("# "):
+            for line in (directory / LOG).read_text("utf-8").split("\n")[:-1]:  # not splitlines: identifiers may have U+2028
+                if "\t" not in line:  # a total, at the end
                     reason, _, number = line[2:].rpartition(": ")
                     noted[reason] += int(number)
                     continue
-                reason = line.partition("\t")[2].partition("\t")[0].strip()
+                reason = line.split("\t")[1]
                 written[reason] += 1
                 if reason != PART_BEGINS and written[reason] <= NOTES:
-                    file.write(_shifted(line, name, shift))
+                    file.write(_shifted(line, name, shift) + "\n")
             if last is not None:
                 before[last[0]] = last[1] + (shift if last[0] == inside else 0)
         file.writelines(f"# {reason}: {number}\n" for reason, number in sorted(noted.items()) if number)
