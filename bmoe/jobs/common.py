@@ -27,11 +27,12 @@ def load_recipe(path: str, overrides: list[str]) -> tuple[Recipe, Path]:
 
 def choose_device(device: str | None, gpus: int | None) -> tuple[torch.device, str]:
     """The device and a line that says which and why. Raises RequestError for GPUs that are not here."""
-    visible = torch.cuda.device_count()
+    visible, count = torch.cuda.device_count(), torch.get_num_threads()
+    threads = "1 thread" if count == 1 else f"{count} threads"
     if device not in (None, "cpu", "cuda"):
         raise RequestError(f"--device {device}: use cpu or cuda")
     if device == "cpu":
-        return torch.device("cpu"), f"running on the CPU ({torch.get_num_threads()} threads)"
+        return torch.device("cpu"), f"running on the CPU ({threads})"
     if gpus is not None and gpus > visible:
         have = f"shows {visible} GPUs; use --gpus {visible}" if visible else "has no CUDA GPU that torch sees; check driver and torch build"
         raise RequestError(f"--gpus {gpus}: this machine {have}, or use --device cpu")
@@ -39,7 +40,7 @@ def choose_device(device: str | None, gpus: int | None) -> tuple[torch.device, s
         raise RequestError("--device cuda: this machine has no CUDA GPU that torch sees; use --device cpu")
     if visible:
         return torch.device("cuda", 0), f"running on {torch.cuda.get_device_name(0)}"
-    return torch.device("cpu"), f"no GPU here: running on the CPU ({torch.get_num_threads()} threads)"
+    return torch.device("cpu"), f"no GPU here: running on the CPU ({threads})"
 
 
 def write_json(file: str | None, command: str, recipe: Recipe | None, results: dict) -> None:
