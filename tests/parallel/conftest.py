@@ -1,4 +1,4 @@
-"""Worlds of gloo processes that live for all tests of a file, because starting one takes seconds. Every group of ranks that a
+"""Worlds of gloo processes that live for all tests of a file, forked from one that lives for all files. Every group of ranks that a
 case makes has threads that wake a thousand times a second for as long as the processes live, so they do not live longer."""
 
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import pytest
@@ -18,29 +18,45 @@ HERE = Path(__file__).parent
 PATIENCE = 200.0  # seconds for one case on a busy machine
 
 
+class Nursery:
+    """A process that has imported what ranks need and forks them."""
+
+    def __init__(self):
+        self.folder = tempfile.mkdtemp(prefix="bmoe-ranks-")
+        self.worlds = 0
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent / 'training'}"}
+        with Listener(f"{self.folder}/orders", "AF_UNIX") as listener:
+            self.process = subprocess.Popen([sys.executable, str(HERE / "rank.py"), f"{self.folder}/orders"], env=environment)
+            self.orders = listener.accept()
+
+    def start(self, size: int) -> tuple[list[int], dict[int, Connection]]:
+        """Process ids of a new world's ranks, and a line to each."""
+        self.worlds += 1
+        address = f"{self.folder}/line-{self.worlds}"
+        with Listener(address, "AF_UNIX", backlog=size) as listener:
+            self.orders.send((address, f"{self.folder}/store-{self.worlds}", size))
+            lines = [listener.accept() for _ in range(size)]
+        return self.orders.recv(), {line.recv(): line for line in lines}
+
+    def end(self, pids: list[int]) -> None:
+        self.orders.send(pids)
+        self.orders.recv()
+
+    def close(self) -> None:
+        self.orders.close()
+        self.process.wait()
+
+
 class Ranks:
     """`size` processes that run cases of cases.py together."""
 
-    def __init__(self, size: int):
-        self.size, self.processes = size, []
-
-    def start(self) -> None:
-        folder = tempfile.mkdtemp(prefix="bmoe-ranks-")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent / 'training'}"}
-        with Listener(f"{folder}/line", "AF_UNIX", backlog=self.size) as listener:
-            self.processes = [
-                subprocess.Popen(
-                    [sys.executable, str(HERE / "rank.py"), f"{folder}/line", f"{folder}/store", str(rank), str(self.size)], env=environment
-                )
-                for rank in range(self.size)
-            ]
-            lines = [listener.accept() for _ in range(self.size)]
-        self.lines = {line.recv(): line for line in lines}
+    def __init__(self, nursery: Nursery, size: int):
+        self.nursery, self.size, self.pids = nursery, size, []
 
     def run(self, case: str, **arguments) -> list:
         """What `case` returns on each rank. Raises AssertionError with the ranks' own tracebacks; a stuck world is replaced."""
-        if not self.processes:
-            self.start()
+        if not self.pids:
+            self.pids, self.lines = self.nursery.start(self.size)
         for rank in range(self.size):
             self.lines[rank].send((case, arguments))
         replies, told = [], []
@@ -57,19 +73,24 @@ class Ranks:
         return replies
 
     def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        self.processes = []
+        self.nursery.end(self.pids)
+        self.pids = []
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    started = Nursery()
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator:
+def ranks(nursery) -> Iterator:
     """ranks(2) or ranks(4): a world of that many processes."""
     worlds: dict[int, Ranks] = {}
 
     def of(size: int) -> Ranks:
-        return worlds.setdefault(size, Ranks(size))
+        return worlds.setdefault(size, Ranks(nursery, size))
 
     yield of
     for world in worlds.values():
