@@ -19,6 +19,26 @@ def test_recipe_reference_is_current():
     assert text == reference(), "run: python -m bmoe.reports.recipe_reference > docs/recipe.md"
 
 
+def test_examples_of_the_recipe_reference_are_recipes(tmp_path):
+    (example,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "recipe.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(example)
+    recipe, _ = load_recipe(str(tmp_path / "mine.yaml"), [])
+    assert recipe.name == "mine" and recipe.optimizer.lr == 1e-3
+
+
+def test_the_reference_says_the_bounds_of_numbers():
+    rows = {line.split("`")[1]: line for line in reference().splitlines() if line.startswith("| `")}
+    for key, values in {
+        "top_k": "whole number from 1",
+        "jitter": "number from 0, below 1",
+        "mask_fraction": "number above 0, to 1",
+        "statistics_every": "whole number from 1, `null`",
+        "betas": "two numbers from 0, below 1",
+        "data_shard": "`auto`, whole number from 1",
+    }.items():
+        assert f"| {values} |" in rows[key], rows[key]
+
+
 def test_commands_of_the_multi_gpu_page_are_what_bmoe_takes(tmp_path, monkeypatch):
     """The page's script, run by bash with the command line printed in the place of each run; flags parse, recipes load, and
     steps divide among the ranks."""
