@@ -24,8 +24,8 @@ schedule: {warmup_steps: 100}
 training: {steps: 1000, tokens_per_step: 65536, validate_every: 200}
 ```
 
-The recipes that ship with bmoe, in `recipes/`, are larger examples with comments. `bmoe train RECIPE --dry-run` checks a recipe and shows it
-whole. This page is generated from the schema; a test keeps it current.
+The recipes that ship with bmoe, in `recipes/`, are larger examples with comments. `bmoe train RECIPE --dry-run` checks a recipe and shows
+it whole. This page is generated from the schema; a test keeps it current.
 
 - A key that is left out has its default. An unknown key is an error that names the nearest known one.
 - `--set section.key=value` overrides a value, as often as needed; the value is YAML (`--set model.moe=null`).
