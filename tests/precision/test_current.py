@@ -16,6 +16,13 @@ def test_scale_rule(form, maximum):
     assert torch.equal(current.scales(amax, form), expected)
 
 
+@pytest.mark.parametrize("form, maximum", [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_scale_of_every_bf16_maximum_is_the_nearest_float32(form, maximum):
+    amax = torch.arange(1, 0x7F80).to(torch.int16).view(torch.bfloat16).float()
+    exact = maximum / amax.double()  # 24 bits over at most 8: float64 holds enough of it to round once more without harm
+    assert torch.equal(current.scales(amax, form), exact.clamp(max=torch.finfo(torch.float32).max).float())
+
+
 def test_a_tensor_worked_by_hand():
     # amax 3 -> scale 149.33334; 3 -> 448 (0x7E); 1 -> 149.33 -> 144 (step 16) = 1.125 x 2^7 (0x71).
     codes, inverse = current.quantize(torch.tensor([[3.0, 1.0], [0.0, -3.0]]))

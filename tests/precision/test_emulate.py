@@ -5,12 +5,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from bmoe import recipe as recipes
 from bmoe.errors import RequestError
 from bmoe.model.experts import build_experts
+from bmoe.model.transformer import Transformer, Vocabulary
 from bmoe.precision import block, current, mxfp8, nvfp4
-from bmoe.precision.emulate import EmulatedLinear, EmulatedProduct, emulate, low_precision_layers
+from bmoe.precision.emulate import KINDS, EmulatedLinear, EmulatedProduct, _each_row, _expert_weight, emulate, low_precision_layers
 from bmoe.precision.float8 import E5M2
-from bmoe.recipe import PrecisionSection
+from bmoe.recipe import PrecisionSection, shipped_directory
 
 D, F, E, K, T = 96, 64, 4, 2, 75
 
@@ -66,7 +68,7 @@ def inputs(seed=0, rows=T):
     return spread(rows, D, generator=g), spread(F, D, generator=g), spread(rows, F, generator=g)
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row", "nvfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_linear_is_the_recipe(kind):
     x, w, dy = inputs()
     linear = nn.Linear(D, F, bias=True)
@@ -84,7 +86,7 @@ def test_linear_is_the_recipe(kind):
     assert (expected[0] - x.detach() @ w.T).norm() > 1e-3 * expected[0].norm()
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row", "nvfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [(20, 30, 0, 25), (75, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (32, 33, 2, 0)])
 def test_grouped_product_rounds_each_expert_alone(kind, sizes):
     experts = build_experts("grouped", E, D, F // 2)
@@ -110,7 +112,7 @@ def test_grouped_product_rounds_each_expert_alone(kind, sizes):
             assert (got - right).norm() < 2e-6 * right.norm()
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "fp8_row", "nvfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_loop_and_grouped_experts_agree(kind):
     g = torch.Generator().manual_seed(3)
     x = torch.randn(T, D, generator=g)
@@ -133,6 +135,39 @@ def test_loop_and_grouped_experts_agree(kind):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6 * b.detach().abs().max().item())
     assert not results[0][0][-5:].any() and not results[1][1][-5:].any()
     assert not results[1][2][E - 1].any()
+
+
+def test_row_wise_values_are_those_of_the_kernels():
+    """E4M3 codes of `kernels/fp8.py`, whose plain twin its own tests hold against the kernel."""
+    pytest.importorskip("triton")
+    from bmoe.kernels import fp8
+
+    x = inputs(6)[0].bfloat16()
+    x[3] = 0
+    q, scale = fp8.quantize_rows_reference(x)
+    rounded = _each_row(x)
+    assert torch.equal(rounded.values.float(), q.float())
+    assert torch.allclose(rounded.inverse[x.any(1)], scale[x.any(1)], rtol=2e-7, atol=0)
+    q, _, scale = fp8.quantize_weight_reference(x.view(3, 25, D))
+    rounded = _expert_weight(x.view(3, 25, D), "fp8_row")
+    assert torch.equal(rounded.values.float(), q.float()) and torch.allclose(rounded.inverse, scale, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("path", sorted(shipped_directory().glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_shipped_recipe_can_be_emulated(path, kind):
+    """All linear layers of the blocks but the routers, in every MoE layer and in dense ones."""
+    recipe = recipes.load(
+        path, [f"precision.kind={kind}", "precision.emulate=true", "precision.emulate_linears=true", "backend.experts=grouped"]
+    )
+    with torch.device("meta"):
+        model = Transformer(recipe.model, Vocabulary(33, 1, 32), recipe.backend)
+    changed = emulate(model, recipe.precision)
+    moe = recipe.model.moe
+    experts = [name for name in changed if name.endswith("experts")]
+    assert len(experts) == (recipe.model.layers - moe.dense_layers if moe else 0)
+    linears = [name for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)]
+    assert set(changed) == {*experts, *(f"blocks.{name}" for name in linears if "router" not in name)}
 
 
 def test_bf16_rounds_to_the_same_values():
@@ -208,7 +243,6 @@ def test_grouped_experts_compile_into_one_graph(kind):
 @pytest.mark.parametrize("moe", [None, {"experts": 4, "top_k": 2, "expert_width": 32}])
 def test_all_linears_of_a_model_are_rounded_and_still_train(moe):
     from bmoe.data.alphabet import protein
-    from bmoe.model.transformer import Transformer, Vocabulary
     from bmoe.recipe import BackendSection, ModelSection
 
     letters = protein()
