@@ -301,6 +301,15 @@ def test_default_folder_of_a_preparation(here, capsys):
         assert key in results
 
 
+def test_a_preparation_killed_after_its_manifest_is_completed(here, capsys):
+    assert bmoe(capsys, "prepare", str(PROTEINS), "--out", "shards")[0] == 0
+    page = Path("shards/report.html").read_text()
+    Path("shards/report.html").unlink()
+    Path("shards/.prepare").mkdir()
+    assert bmoe(capsys, "prepare", str(PROTEINS), "--out", "shards")[0] == 0
+    assert Path("shards/report.html").read_text() == page and not Path("shards/.prepare").exists()
+
+
 def test_the_folder_of_a_directory_has_its_name(here, capsys):
     Path("mine.v2/sub").mkdir(parents=True)
     Path("mine.v2/a.fasta").write_text(">a\nMKV\n")

@@ -18,14 +18,13 @@ from bmoe.data.compiled import compiled
 from bmoe.data.hashset import HashSet
 from bmoe.data.lengths import Lengths
 from bmoe.data.options import PrepareOptions
-from bmoe.data.shards import SPLITS
+from bmoe.data.shards import SCRATCH, SPLITS
 from bmoe.data.summary import NOTES, Note, Summary
 from bmoe.errors import RunError
 
 SHARD_TOKENS = 1 << 30  # a shard takes no further sequence once it has so many tokens
 LOG = "prepare.log"
 PART_BEGINS = "part_begins"  # reason of the line that says from where a part counts lines
-SCRATCH = ".prepare"  # folder of what only the preparation needs
 _NONE = np.zeros(0, np.int64)
 PLACE = np.dtype([("source", "<u4"), ("line", "<u8")])  # of an identifier
 

@@ -9,6 +9,7 @@ grow with the input but for the set of hashes that finds duplicates (at most 16 
 import errno
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from bmoe.data import inputs
 from bmoe.data.options import PrepareOptions
-from bmoe.data.shards import MANIFEST, Shards, read_manifest
+from bmoe.data.shards import MANIFEST, SCRATCH, Shards, read_manifest
 from bmoe.errors import RequestError, RunError
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def _already(sources, out: Path, options: PrepareOptions, part) -> dict | None:
         raise RequestError(f"{changed} is not what {out} was prepared from, though as large: name another --out, or remove it")
     for split in manifest["splits"]:
         Shards(out, split)  # raises where a file is missing or has another size
+    shutil.rmtree(out / SCRATCH, ignore_errors=True)  # a kill right after the manifest leaves it
     return manifest | {"directory": str(out), "already_prepared": True, "seconds": 0.0, "mb_per_s": 0.0}
 
 

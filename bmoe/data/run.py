@@ -17,8 +17,9 @@ from bmoe.data.batch import Builder
 from bmoe.data.blocks import Piece
 from bmoe.data.bulk import PARTIAL
 from bmoe.data.clusters import Clusters
-from bmoe.data.ledger import PLACE, SCRATCH, Ledger
+from bmoe.data.ledger import PLACE, Ledger
 from bmoe.data.options import PrepareOptions
+from bmoe.data.shards import SCRATCH
 from bmoe.data.summary import NOTES, Note, Refused, Summary
 from bmoe.data.tasks import Plan, Task
 from bmoe.data.workers import Workers

@@ -29,6 +29,7 @@ from bmoe.errors import RequestError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SCRATCH = ".prepare"  # folder of what only the preparation needs
 SPLITS = ("train", "valid", "test")
 
 

@@ -44,7 +44,8 @@ def prepare(
         results = rooms.prepare(
             names, default_out(names, out), options, workers=workers, resume=resume, part=_part(part), dry_run=dry_run, progress=view.update
         )
-    if not results.get("dry_run") and not results.get("already_prepared"):
+    whole = results.get("already_prepared") and page.path(results["directory"]).exists()
+    if not results.get("dry_run") and not whole:  # a kill right after the manifest leaves no page
         page.write(results["directory"], results)
     return results
 

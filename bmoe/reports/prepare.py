@@ -42,11 +42,15 @@ def found(what: str, number: int) -> str:
     return COUNTS[what][number != 1] if what in COUNTS else what
 
 
+def path(directory: str | Path) -> Path:
+    """Where the page of a prepared folder is."""
+    return Path(directory) / "report.html"
+
+
 def write(directory: str | Path, results: dict) -> Path:
-    """Write DIR/report.html for the results of `prepare` or `merge`. It says nothing of time, so it is the same for the same data."""
-    path = Path(directory) / "report.html"
-    path.write_text(html(results), encoding="utf-8", errors="replace")  # names of files may be no UTF-8
-    return path
+    """Write the page of the results of `prepare` or `merge`. It says nothing of time, so it is the same for the same data."""
+    path(directory).write_text(html(results), encoding="utf-8", errors="replace")  # names of files may be no UTF-8
+    return path(directory)
 
 
 def html(results: dict) -> str:
