@@ -162,7 +162,7 @@ def rank_of(world: World) -> Iterator[None]:
             _part(world)
         raise
     except (dist.DistError, RuntimeError) as error:
-        if not _is_lost_peer(error):
+        if not is_lost_peer(error):
             leave_reason(f"{type(error).__name__}: {_first_line(error)}", again=_may_pass(error))
             raise
         sentence = f"rank {world.rank} {LOST_PEER} ({_first_line(error)})"
@@ -188,7 +188,8 @@ def _may_pass(error: BaseException) -> bool:
     return not isinstance(error, RequestError | RunError | OSError | KeyboardInterrupt | torch.OutOfMemoryError)
 
 
-def _is_lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether another rank's end broke this one's collective."""
     text = str(error)
     return isinstance(error, dist.DistError) or "closed by peer" in text or "Connection reset" in text or "gloo" in text
 

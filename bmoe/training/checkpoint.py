@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from bmoe.errors import RequestError, RunError
-from bmoe.parallel.launch import on_first
+from bmoe.parallel.launch import is_lost_peer, on_first
 from bmoe.parallel.world import World
 from bmoe.training.digests import DIGESTS, damage, digest, digest_text, dump
 from bmoe.training.optimizer import local
@@ -151,6 +151,7 @@ def load(checkpoint: Path, state: dict[str, Tensor], checked: bool = False) -> N
     try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (OSError, EOFError, RuntimeError, dcp.api.CheckpointException) as error:
+        _raise_lost_peer(error)
         raise RequestError(f"{checkpoint} is damaged ({_cause(error)}); use another checkpoint of the run") from None
 
 
@@ -196,12 +197,13 @@ class Checkpoints:
             self.thread.join()
 
     def wait(self) -> None:
-        """Wait for the write in progress. Raises RunError if it failed."""
+        """Wait for the write in progress. Raises RunError if it failed, but RuntimeError if another rank has ended meanwhile."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
         if self.error is not None:
             error, self.error = self.error, None
+            _raise_lost_peer(error)
             good = newest_whole(self.directory)
             kept = f"the last good checkpoint is {good}" if good else "there is no earlier checkpoint"
             raise RunError(f"cannot write a checkpoint into {self.directory} ({_cause(error)}); {kept}") from error
@@ -307,6 +309,12 @@ def _cause(error: BaseException) -> str:
         rank, (inner, _) = min(error.failures.items())
         return f"rank {rank}: {_cause(inner)}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _raise_lost_peer(error: BaseException) -> None:
+    """Raise RuntimeError if reading or writing ended because another rank has: no fault of the files, and a restart helps."""
+    if dist.is_initialized() and is_lost_peer(lost := RuntimeError(_cause(error))):
+        raise lost from error
 
 
 def _write_synced(path: Path, text: str) -> None:

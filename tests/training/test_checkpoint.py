@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bmoe.errors import RequestError, RunError
+from bmoe.parallel import launch
 from bmoe.parallel.world import World
 from bmoe.training import checkpoint, digests
 from bmoe.training.checkpoint import Checkpoints
@@ -99,6 +100,18 @@ def test_a_full_disk_is_said_and_the_last_good_one_stays(tmp_path, background):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
     assert load(newest(tmp_path))["model.weight"].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_rank_that_dies_while_all_save_is_no_fault_of_the_disk(tmp_path, monkeypatch, wrapped):
+    """The rank that is left names neither a checkpoint nor a disk, so that a restart goes on."""
+    writer = Checkpoints(tmp_path, 3, True)
+    broken = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:12459: Connection reset by peer")
+    writer.error = checkpoint.dcp.api.CheckpointException("save", {1: (broken, [])}) if wrapped else broken
+    monkeypatch.setattr(checkpoint.dist, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="Connection reset by peer") as caught:
+        writer.wait()
+    assert not isinstance(caught.value, RunError) and launch.is_lost_peer(caught.value)
 
 
 def test_a_checkpoint_is_checked_before_it_counts(tmp_path, monkeypatch):
