@@ -3,21 +3,12 @@
 from pathlib import Path
 
 from bmoe import cli
-
-PROTEINS = Path(__file__).parent.parent / "data" / "uniprot_500.fasta.gz"
-TINY = f"""
-name: tiny
-data: {{path: shards, fasta: {PROTEINS}, max_length: 64, tokens_per_batch: 256, prepare: {{valid_fraction: 0.1}}}}
-model: {{layers: 1, width: 32, heads: 2, moe: {{experts: 4, top_k: 2, expert_width: 16}}}}
-precision: {{kind: fp32}}
-training: {{steps: 6, tokens_per_step: 256, validate_every: 6, validation_tokens: 1024}}
-checkpoint: {{every: 2, keep: 5}}
-"""
+from tests_tiny import tiny
 
 
 def test_eval_refuses_it_and_a_resume_takes_the_one_before(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(TINY)
+    Path("tiny.yaml").write_text(tiny(training={"steps": 6}))
     train = ["train", "tiny.yaml", "--device", "cpu", "--out", "run"]
     assert cli.run([*train, "--stop-at", "4"]) == 0
     file = next(Path("run/checkpoints/step-0000000004").glob("*.distcp"))

@@ -9,23 +9,13 @@ from pathlib import Path
 import pytest
 
 from bmoe import cli
-
-PROTEINS = Path(__file__).parent.parent / "data" / "uniprot_500.fasta.gz"
-TINY = f"""
-name: tiny
-data: {{path: shards, fasta: {PROTEINS}, max_length: 64, tokens_per_batch: 256, prepare: {{valid_fraction: 0.1}}}}
-model: {{layers: 1, width: 32, heads: 2, moe: {{experts: 4, top_k: 2, expert_width: 16}}}}
-precision: {{kind: fp32}}
-training: {{steps: 100000, tokens_per_step: 256, validate_every: 100000, validation_tokens: 1024}}
-checkpoint: {{every: 100000}}
-logging: {{every: 1}}
-"""
+from tests_tiny import tiny
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_leaves_with_75(tmp_path, monkeypatch, number):
     monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(TINY)
+    Path("tiny.yaml").write_text(tiny(training={"steps": 100_000}, checkpoint={"every": 100_000}, logging={"every": 1}))
 
     def send() -> None:
         while not Path("run/metrics.jsonl").is_file():

@@ -11,17 +11,8 @@ import pytest
 
 from bmoe import cli
 from bmoe.parallel import launch
+from tests_tiny import tiny
 
-PROTEINS = Path(__file__).parent.parent / "data" / "uniprot_500.fasta.gz"
-TINY = f"""
-name: tiny
-data: {{path: shards, fasta: {PROTEINS}, max_length: 64, tokens_per_batch: 256, prepare: {{valid_fraction: 0.1}}}}
-model: {{layers: 1, width: 32, heads: 2, moe: {{experts: 4, top_k: 2, expert_width: 16}}}}
-precision: {{kind: fp32}}
-training: {{steps: 4, tokens_per_step: 256, validate_every: 4, validation_tokens: 1024}}
-checkpoint: {{every: 2, keep: 5}}
-logging: {{every: 1}}
-"""
 TRAIN = ["train", "tiny.yaml", "--device", "cpu", "--out", "run"]
 TIMES = ("residues_per_s", "tokens_per_s", "step_s", "data_wait_s", "peak_memory_gib")
 
@@ -29,7 +20,7 @@ TIMES = ("residues_per_s", "tokens_per_s", "step_s", "data_wait_s", "peak_memory
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(TINY)
+    Path("tiny.yaml").write_text(tiny(logging={"every": 1}))
 
 
 def records(file: str) -> list[dict]:
@@ -78,12 +69,12 @@ def test_one_process_is_started_again_too(here, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent.parent))
 
     def kill() -> None:
-        while not list(Path("run/checkpoints").glob("step-*2")):
+        while not list(Path("run/checkpoints").glob("step-*10")):
             time.sleep(0.005)
         os.kill(int(Path(os.environ[launch.PIDS], "0").read_text()), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-    steps = ["--set", "training.steps=300", "--set", "training.validate_every=300", "--set", "checkpoint.every=2"]
+    steps = ["--set", "training.steps=100", "--set", "training.validate_every=100", "--set", "checkpoint.every=10"]
     assert cli.run([*TRAIN, *steps, "--restarts", "1"]) == 0
     told = capsys.readouterr().err
     assert "the process was killed by SIGKILL (out of memory?); restart 1 of 1: it goes on from run/checkpoints/step-" in told
