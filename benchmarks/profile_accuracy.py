@@ -42,7 +42,8 @@ from bmoe.jobs.stepping import step_of
 from bmoe.model import transformer
 from bmoe.parallel.world import World
 from bmoe.profiling import chips, compare, footprint, measure, memory, predict, profile
-from bmoe.profiling.estimate import expected_load, open_data, with_values
+from bmoe.profiling.estimate import expected_load, open_data
+from bmoe.profiling.fit import with_values
 from bmoe.profiling.measure import Subject
 from bmoe.profiling.work import parameters
 from bmoe.recipe import ModelSection, Recipe

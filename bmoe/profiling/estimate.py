@@ -8,14 +8,10 @@ from bmoe.data.shards import MANIFEST, Shards
 from bmoe.precision import conditions
 from bmoe.profiling import chips, fit, memory, predict, validation
 from bmoe.profiling.bottleneck import bottleneck
+from bmoe.profiling.fit import with_values
 from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load
 from bmoe.recipe import Recipe
-
-
-def with_values(recipe: Recipe, section: str, **values) -> Recipe:
-    """The recipe with other values in one section."""
-    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
 
 
 def open_data(recipe: Recipe) -> tuple[object, str]:

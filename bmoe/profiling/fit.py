@@ -20,7 +20,8 @@ def scaled(load: Load, tokens: int) -> Load:
     return Load(tokens, int(load.real * share), load.pairs * share, max(1, int(load.targets * share)))
 
 
-def _with(recipe: Recipe, section: str, **values) -> Recipe:
+def with_values(recipe: Recipe, section: str, **values) -> Recipe:
+    """The recipe with other values in one section."""
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
 
 
@@ -46,7 +47,7 @@ def largest_batch(recipe: Recipe, vocabulary: int, load: Load, world: int, chip:
     """Largest `data.tokens_per_batch` of `_batches` that fits one GPU; 0 if none does."""
 
     def good(tokens: int) -> bool:
-        return fits(_peak(_with(recipe, "data", tokens_per_batch=tokens), vocabulary, load, world, chip), chip)
+        return fits(_peak(with_values(recipe, "data", tokens_per_batch=tokens), vocabulary, load, world, chip), chip)
 
     return max((tokens for tokens in _batches(recipe, world) if good(tokens)), default=0)
 
@@ -64,15 +65,15 @@ def advice(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) 
     found = []
     stronger = {"none": ("experts", "full"), "experts": ("full",), "full": ()}[recipe.backend.recompute]
     for recompute in stronger:
-        needs = peak(_with(recipe, "backend", recompute=recompute))
+        needs = peak(with_values(recipe, "backend", recompute=recompute))
         if needs <= room:
             found.append(f"set backend.recompute: {recompute} ({needs:.0f} GiB)")
             break
     largest = largest_batch(recipe, vocabulary, load, world, chip)
     if largest:
-        needs = peak(_with(recipe, "data", tokens_per_batch=largest))
+        needs = peak(with_values(recipe, "data", tokens_per_batch=largest))
         found.append(f"set data.tokens_per_batch: {largest}, the largest that fits ({needs:.0f} GiB)")
-    half = _with(recipe, "optimizer", state_dtype="bf16")
+    half = with_values(recipe, "optimizer", state_dtype="bf16")
     if recipe.optimizer.state_dtype == "fp32" and peak(half) <= room:
         found.append(f"set optimizer.state_dtype: bf16 ({peak(half):.0f} GiB)")
     gpus = _fewest(recipe, peak, room, world)
@@ -94,7 +95,9 @@ def _fewest(recipe: Recipe, peak, room: float, world: int) -> int:
 def _everything(recipe: Recipe, peak, room: float, world: int) -> list[str]:
     """All changes that save memory, together, and the fewest GPUs on which they suffice."""
     smallest = min(_batches(recipe, world), default=recipe.data.tokens_per_batch)
-    changed = _with(_with(_with(recipe, "backend", recompute="full"), "data", tokens_per_batch=smallest), "optimizer", state_dtype="bf16")
+    changed = with_values(
+        with_values(with_values(recipe, "backend", recompute="full"), "data", tokens_per_batch=smallest), "optimizer", state_dtype="bf16"
+    )
     settings = f"set backend.recompute: full, data.tokens_per_batch: {smallest} and optimizer.state_dtype: bf16 together"
     if peak(changed) <= room:
         return [f"{settings} ({peak(changed):.0f} GiB)"]

@@ -18,6 +18,7 @@ from bmoe.data.sampler import Position
 from bmoe.model.transformer import Transformer, Vocabulary
 from bmoe.precision.emulate import KINDS, EmulatedProduct, emulate
 from bmoe.profiling.ceilings import available_gib
+from bmoe.profiling.fit import with_values
 from bmoe.recipe import HighPrecisionSection, Recipe
 
 MOST_TOKENS = 2048
@@ -147,7 +148,7 @@ def emulated(recipe: Recipe, shards, device: torch.device, tflops: float) -> dic
     if kind not in KINDS:
         return {"label": f"{kind} is not emulated: its scales depend on the steps before"} if kind.startswith("fp8") else {}
     tokens, layers = affordable(recipe, tflops, available_gib(device))
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, tokens)})})
+    recipe = with_values(recipe, "data", max_length=min(recipe.data.max_length, tokens))
     crops, _ = next(build_sampler(shards, recipe, recipe.seed, "sequence").batches(Position(0, 0), tokens))
     batch = build_batch(shards, crops, recipe, recipe.seed, slots=tokens).to(device)
     letters = shards.alphabet

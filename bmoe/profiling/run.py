@@ -17,7 +17,8 @@ from bmoe.precision import conditions, machine
 from bmoe.profiling import ceilings, footprint, measure, memory, numerics, predict
 from bmoe.profiling.baseline import Forced, others, wanted
 from bmoe.profiling.bottleneck import bottleneck
-from bmoe.profiling.estimate import expected_load, open_data, predictions, with_values
+from bmoe.profiling.estimate import expected_load, open_data, predictions
+from bmoe.profiling.fit import with_values
 from bmoe.profiling.measure import Build, Steps, Subject, training_step
 from bmoe.profiling.race import Counts, Ours, Take, allocated, race, results_of
 from bmoe.profiling.trace import traced as traced_step

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from bmoe import recipe as recipes
 from bmoe.data.alphabet import alphabet
 from bmoe.profiling import chips, predict
+from bmoe.profiling.fit import with_values
 from bmoe.profiling.work import Load
 from bmoe.recipe import Recipe
 
@@ -70,8 +71,7 @@ class Step(NamedTuple):
         """The recipe that ran."""
         name, *settings = self.settings.split()
         recipe = recipes.load(recipes.find(name)[0], [f"training.tokens_per_step={self.load.tokens}", *settings])
-        training = recipe.training.model_copy(update={"tokens_per_step": recipe.data.tokens_per_batch})
-        return recipe.model_copy(update={"training": training})
+        return with_values(recipe, "training", tokens_per_step=recipe.data.tokens_per_batch)
 
     @property
     def precision(self) -> str:
@@ -103,6 +103,7 @@ LAYERS = (
     Layer(1280, 20, (64, 8, 768), "te", 45.4e-3, "fp8_current"),
 )
 
+_ROW = " precision.kind=fp8_row"
 _FLASH = "backend.experts=triton backend.attention=flash"
 _DECODER = "esm2_moe model.kind=decoder objective.kind=clm model.tie_head=false backend.experts=triton"
 _SMALL = f"{_DECODER} model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816"
@@ -137,7 +138,7 @@ STEPS = (
         68.3e-3,
     ),
     Step(_WIDE, full(32768), 124.2e-3),
-    Step(f"{_WIDE} precision.kind=fp8_row", full(32768), 107.4e-3),
+    Step(_WIDE + _ROW, full(32768), 107.4e-3),
 )
 
 Point = Layer | Step
@@ -150,12 +151,16 @@ def errors() -> dict[Point, float]:
 
 def gains() -> dict[Point, tuple[float, float]]:
     """fp8_row's speed-up over bf16, measured and predicted, of every layer and step that was timed in both, in turns."""
-    bf16 = {point._replace(precision="bf16", seconds=0.0): point for point in LAYERS if point.precision == "bf16"}
-    found: dict[Point, tuple[float, float]] = {}
-    pairs = [(bf16[low._replace(precision="bf16", seconds=0.0)], low) for low in LAYERS if low.precision == "fp8_row"]
-    for one, low in (*pairs, STEPS[-2:]):
-        found[low] = one.seconds / low.seconds, one.predicted() / low.predicted()
-    return found
+
+    def in_bf16(point: Point) -> Point:
+        if isinstance(point, Layer):
+            return point._replace(precision="bf16", seconds=0.0)
+        return point._replace(settings=point.settings.removesuffix(_ROW), seconds=0.0)
+
+    points = (*LAYERS, *STEPS)
+    bf16 = {in_bf16(point): point for point in points if point.precision == "bf16"}
+    pairs = [(bf16[in_bf16(point)], point) for point in points if point.precision == "fp8_row"]
+    return {low: (one.seconds / low.seconds, one.predicted() / low.predicted()) for one, low in pairs}
 
 
 @functools.cache

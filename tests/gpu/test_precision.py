@@ -6,7 +6,7 @@ MXFP8's quantiser cannot be compared here: it exists on Blackwell only (on Hoppe
 import pytest
 import torch
 
-from bmoe.precision import block, current, mxfp8
+from bmoe.precision import block, current, mxfp8, nvfp4
 from bmoe.precision.float8 import E4M3, E5M2
 
 pytestmark = pytest.mark.gpu
@@ -128,6 +128,21 @@ def test_triton_mxfp8_of_every_bf16_maximum():
     assert same(fused.copies(x, "mxfp8", columns=False)[0], mxfp8.quantize_dequantize(x))
 
 
+@pytest.mark.parametrize("axis", [-1, -2, None])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_nvfp4_gives_the_same_bytes_on_both_devices(axis, stochastic):
+    x = torch.randn(130, 300, generator=torch.Generator().manual_seed(0)).bfloat16() * torch.logspace(-20, 10, 300)
+    x[0, 0], x[1, 1], x[:, 2] = torch.nan, 2.0**-130, 0.0
+    found = []
+    for t in (x, x.cuda()):
+        noise = nvfp4.noise_of(t, torch.arange(130, device=t.device)) if stochastic else None
+        codes, scales, amax = nvfp4.quantize(t, axis, noise)
+        found.append((codes.cpu(), scales.view(torch.uint8).cpu(), amax.cpu(), nvfp4.dequantize(codes, scales, amax, axis).cpu()))
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
+    a = torch.randint(-4, 5, (64, 40)).bfloat16()  # so that sums are exact in any order
+    assert torch.equal(nvfp4.rotate(a), nvfp4.rotate(a.cuda()).cpu())
+
+
 @pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
 def test_emulated_experts_on_the_gpu_agree_with_the_cpu(kind):
     from torch import nn
@@ -191,7 +206,7 @@ def test_emulation_compiles_in_one_graph_and_costs_less_than_twice_bf16():
     assert emulated < 2.5 * plain
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_block", "fp8_current", "nvfp4"])
 def test_a_recording_of_emulated_experts_gives_the_bits_of_eager_ones(kind):
     """Recorded with one routing and replayed with another: whatever waited for the device would have ended the recording."""
     from torch import nn
@@ -239,7 +254,7 @@ def test_a_recording_of_emulated_experts_gives_the_bits_of_eager_ones(kind):
         assert expected[0].any()
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8_current"])
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8_current", "nvfp4"])
 def test_replayed_emulated_training_equals_eager(kind):
     from bmoe import recipe as recipes
     from bmoe.data.alphabet import alphabet

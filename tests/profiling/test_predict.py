@@ -7,7 +7,8 @@ import pytest
 from bmoe.errors import RequestError
 from bmoe.model import counts
 from bmoe.profiling import chips, predict, validation
-from bmoe.profiling.estimate import predictions, with_values
+from bmoe.profiling.estimate import predictions
+from bmoe.profiling.fit import with_values
 from bmoe.profiling.synthetic import SyntheticShards
 from bmoe.profiling.work import Load, Work
 from bmoe.recipe import Recipe
