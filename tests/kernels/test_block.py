@@ -48,6 +48,7 @@ def run(network: Transformer) -> tuple:
     return output.logits[:REAL].detach(), output.balance_L.detach(), {name: p.grad for name, p in network.named_parameters()}
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("recompute", "jitter"), [("none", 0.0), ("experts", 0.0), ("full", 0.0), ("none", 0.1)])
 def test_a_model_of_kernels_equals_the_plain_one(recompute, jitter, compiled, monkeypatch):

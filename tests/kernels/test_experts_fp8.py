@@ -49,7 +49,7 @@ def errors(actual, expected):
 
 
 @pytest.mark.parametrize("pattern", ["all", "tail", "one", "none"])
-@pytest.mark.parametrize(("tokens", "experts", "k", "width", "expert_width"), [(29, 4, 2, 32, 48), (17, 16, 8, 64, 32), (1, 2, 1, 16, 16)])
+@pytest.mark.parametrize(("tokens", "experts", "k", "width", "expert_width"), [(29, 4, 2, 32, 48), (17, 8, 8, 64, 32), (1, 2, 1, 16, 16)])
 def test_is_near_the_loop(pattern, tokens, experts, k, width, expert_width):
     """One E4M3 rounding of both inputs is 0.037 of a normal product; values pass through two, gradients through up to four."""
     loop, module, x_TD, weights_TK, dy_TD = pair(tokens, experts, k, width, expert_width)
@@ -78,6 +78,7 @@ def test_a_small_row_keeps_its_precision_beside_a_large_one():
     assert (rows < 0.1).all()
 
 
+@pytest.mark.no_cover
 def test_compiles_into_one_graph():
     _, module, x_TD, weights_TK, dy_TD = pair(24, 4, 2, 32, 32)
     ids_TK = torch.randint(4, (24, 2), device=DEVICE)

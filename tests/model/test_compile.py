@@ -35,6 +35,7 @@ def all_experts(self, x_TD, experts_TK, weights_TK):
     return torch.einsum("tef,edf->td", F.silu(gate) * up * weights_TE[:, :, None], self.down)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("recompute", ["none", "experts", "full"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_one_graph_for_all_equal_blocks(shape, recompute, build, pack, proteins, monkeypatch):

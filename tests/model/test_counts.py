@@ -27,7 +27,7 @@ def test_parameters_equal_the_built_model(kind, moe):
     switches = itertools.product(("rmsnorm", "layernorm"), ("swiglu", "gelu"), yes_no, yes_no, yes_no, (None, 2), (None, 40))
     for norm, ffn, bias, qk_norm, tie_head, kv_heads, ffn_width in switches:
         section = ModelSection(
-            kind=kind, layers=3, width=16, heads=4, norm=norm, ffn=ffn, bias=bias, qk_norm=qk_norm, tie_head=tie_head,
+            kind=kind, layers=2, width=16, heads=4, norm=norm, ffn=ffn, bias=bias, qk_norm=qk_norm, tie_head=tie_head,
             kv_heads=kv_heads, ffn_width=ffn_width, moe=moe,
         )  # fmt: skip
         with torch.device("meta"):

@@ -5,7 +5,7 @@ import torch
 
 from bmoe.data.alphabet import alphabet
 from bmoe.parallel.world import World
-from bmoe.profiling import Subject
+from bmoe.profiling import Subject, profile
 from bmoe.recipe import Recipe
 from bmoe.training import setup
 
@@ -28,6 +28,12 @@ def build_subject(recipe: Recipe, device: torch.device) -> Subject:
     resolved, _ = setup.resolve(recipe, world)
     model = setup.build_model(resolved, alphabet(resolved.data.alphabet), device)
     return Subject(resolved, model, setup.build_optimizer(model, resolved, world))
+
+
+@pytest.fixture(scope="session")
+def compared() -> dict:
+    """The results of the small recipe with every implementation of the experts."""
+    return profile(small_recipe(), build_subject, device=torch.device("cpu"), steps=2, experts="all")
 
 
 @pytest.fixture

@@ -125,6 +125,7 @@ def test_balanced_routing_loads_every_expert_alike(decoder, build):
     assert (dealt - feed.slots * 2 / 4).abs().max() < 1 < (loads - feed.slots * 2 / 4).abs().max()
 
 
+@pytest.mark.no_cover
 def test_compiled_layers_follow_the_switch(decoder, build):
     """Compiled while it is off, and not compiled again."""
     shards, forced = SyntheticShards(decoder), baseline.Forced(CPU)
@@ -199,6 +200,7 @@ def test_dense_recipes_have_no_such_baseline(recipe_of):
         baseline.mixtral(recipe_of(model={"moe": None}), 33, "hf-loop", CPU)
 
 
+@pytest.mark.no_cover
 def test_compiled_layers_are_few_programs(recipe_of, monkeypatch):
     """One for flattened batches and one, with sizes that vary, for all rectangles: compiling takes longest of a comparison."""
     data, training = {"max_length": 1000, "tokens_per_batch": 2000}, {"tokens_per_step": 2000}  # no rectangle without padding
