@@ -146,11 +146,12 @@ def test_row_wise_values_are_those_of_the_kernels():
     x[3] = 0
     q, scale = fp8.quantize_rows_reference(x)
     rounded = _each_row(x)
-    assert torch.equal(rounded.values.float(), q.float())
-    assert torch.allclose(rounded.inverse[x.any(1)], scale[x.any(1)], rtol=2e-7, atol=0)
+    assert torch.equal(rounded.values.float(), q.float()) and torch.equal(rounded.inverse, scale)
     q, _, scale = fp8.quantize_weight_reference(x.view(3, 25, D))
     rounded = _expert_weight(x.view(3, 25, D), "fp8_row")
-    assert torch.equal(rounded.values.float(), q.float()) and torch.allclose(rounded.inverse, scale, rtol=2e-7, atol=0)
+    assert torch.equal(rounded.values.float(), q.float()) and torch.equal(rounded.inverse, scale)
+    x[5, 5] = torch.inf
+    assert EmulatedProduct("fp8_row", functional.linear)(x, x)[5].isinf().any()  # not cut to 448, as one of a tensor's scale is
 
 
 @pytest.mark.parametrize("path", sorted(shipped_directory().glob("*.yaml")), ids=lambda path: path.stem)
@@ -217,6 +218,7 @@ def test_what_cannot_be_emulated_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+@pytest.mark.no_cover
 def test_compiles_into_one_graph(kind):
     linear = EmulatedLinear(nn.Linear(64, 32, bias=False), kind)
     x = torch.randn(40, 64)
@@ -225,6 +227,7 @@ def test_compiles_into_one_graph(kind):
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+@pytest.mark.no_cover
 def test_grouped_experts_compile_into_one_graph(kind):
     experts = build_experts("grouped", E, D, F).bfloat16()
     holder = nn.Module()
