@@ -13,8 +13,8 @@ LOWEST, SPAN = -128, 256  # of the histogram of scales, in powers of two
 TEXT = (
     "Inputs of the experts' two products were rounded to the recipe's precision; gradients are those of the products' outputs. Error is "
     "|rounded - exact| / |exact|, underflow the share of values that became 0, saturation the share cut to the largest code. Error near "
-    "3 % (4 significant bits), 5 % (3 bits) or 10 % (2 bits; 13 % where gradients are rounded stochastically) is that of the mantissa alone; "
-    "what lies above comes from underflow and saturation."
+    "3 % (4 significant bits), 5 % (3 bits) or 10 % (2 bits; 13 % where gradients are rounded stochastically) is that of the mantissa "
+    "alone; what lies above comes from underflow and saturation."
 )
 
 
