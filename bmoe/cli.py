@@ -22,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help="Pretrain Mixture-of-Experts models of biological sequences, from FASTA to an evaluated model.",
 )
 

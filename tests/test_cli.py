@@ -208,6 +208,7 @@ REFUSALS = [
     (["train", "tiny.yaml", "--device", "cpu", "--set", "backend.attention=varlen"], "varlen needs a GPU"),
     (["train", "tiny.yaml", "--device", "cpu", "--set", "data.fasta=null"], "has no prepared sequences"),
     (["train", "tiny.yaml", "--device", "cpu", "--set", "data.fasta=none.fasta"], "none.fasta"),
+    (["train", "tiny.yaml", "--device", "cpu", "--set", "data.path=tiny.yaml"], "data.path: tiny.yaml is a file: run `bmoe prepare"),
     (["train", "tiny.yaml", "--device", "cpu", "--set", "data.prepare.valid_fraction=0"], "no sequence in its valid split"),
     (["train", "tiny.yaml", "--device", "cpu", "--set", "parallel.data_shard=2"], "1 ranks"),
     (["train", "tiny.yaml", "--device", "cpu", "--out", "/proc/nowhere"], "/proc/nowhere"),
@@ -308,6 +309,25 @@ def test_a_preparation_killed_after_its_manifest_is_completed(here, capsys):
     Path("shards/.prepare").mkdir()
     assert bmoe(capsys, "prepare", str(PROTEINS), "--out", "shards")[0] == 0
     assert Path("shards/report.html").read_text() == page and not Path("shards/.prepare").exists()
+
+
+def test_data_that_cannot_be_meant_is_doubted_in_a_sentence(here, capsys):
+    proteins = ">a\nMKVLLE\n>b\nMKWLLE\n"
+    for number, (text, flags, doubt) in enumerate(
+        [
+            (">a\nAUGGCUAUUCAA\n", (), "look like DNA or RNA"),
+            (">a\n12345678MK\n", (), "80% of the letters are no amino acids"),
+            (proteins, ("--alphabet", "dna"), "do not look like DNA"),
+            (proteins, ("--clusters", "one.tsv"), "the cluster table lists 0 of 2 records"),
+            (proteins, (), ""),
+        ]
+    ):
+        Path("in.fasta").write_text(text)
+        Path("one.tsv").write_text("x\ty\n")
+        code, _, err = bmoe(capsys, "prepare", "in.fasta", "--out", f"o{number}", *flags)
+        assert code == 0 and (doubt in err if doubt else not err.strip()), err
+    code, out, _ = bmoe(capsys, "prepare", "in.fasta", "--out", "held", "--valid-fraction", "0.999")
+    assert code == 0 and "The split train is empty" in out
 
 
 def test_the_folder_of_a_directory_has_its_name(here, capsys):

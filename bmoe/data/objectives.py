@@ -59,7 +59,7 @@ def clm(packed: Packed, letters: Alphabet, skip_soft: bool = False) -> tuple[np.
 
 
 def baseline(composition_V: np.ndarray, letters: Alphabet, mask_token: float = 1.0, random_token: float = 0.0) -> float:
-    """Perplexity of the best model that knows the composition and the masking scheme, and nothing of the context.
+    """Perplexity (of targets, >= 1) of the best model that knows the composition and the masking scheme, and nothing of the context.
 
     Where `<mask>` is shown it predicts the composition p. Where a residue x is shown it predicts the posterior of
     "kept" (prior k, then y = x) and "random" (prior r, x uniform over the R standard residues, y ~ p):

@@ -63,7 +63,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Packed:
-    """Crops laid out in slots, before an objective: arrays of T slots and of S crops."""
+    """Crops laid out in slots, before an objective: arrays of T slots; S crops, then the tail.
+
+    positions_T, segments_T: int64 [T], as in `Batch`. cu_seqlens: int32 [>= S + 2]. real: slots before the tail.
+    """
 
     crops: Crops
     tokens_T: np.ndarray  # int64, <cls> and <eos> in place, pad in the tail
@@ -76,7 +79,11 @@ class Packed:
 
 
 def pack(shards, crops: Crops, slots: int, seed: int, reverse_complement: bool = False, soft_masked: bool = False) -> Packed:
-    """Lay `crops` out in `slots` slots. `soft_masked` also lays out which residues were lower case."""
+    """Lay `crops` of `shards`, which fit, out in `slots` slots.
+
+    `reverse_complement` reads every other crop, by chance, from the other strand (DNA). `soft_masked` also lays out which residues were
+    lower case.
+    """
     letters = shards.alphabet
     count = crops.slots.size
     ends = np.cumsum(crops.slots)

@@ -35,7 +35,10 @@ class Plan:
     """Tasks of some sources, or of part i of n of them (i from 1).
 
     Attributes:
-        sources: all inputs. sizes: their bytes decompressed where they can be read at any place, else on disk.
+        sources: all inputs. sizes: their bytes decompressed where they can be read at any place, else on disk. total: bytes on disk.
+        digests: bytes and SHA-256 of the streams that were read to their end, by number of the source.
+
+    RequestError where a part of standard input is wanted.
     """
 
     def __init__(self, sources: list[Source], options: PrepareOptions, part: tuple[int, int] | None):

@@ -21,7 +21,7 @@ def load_recipe(path: str, overrides: list[str]) -> tuple[Recipe, Path]:
     """The recipe of a RECIPE argument with its overrides, and its file; says when a shipped one is taken."""
     file, shipped = recipes.find(path)
     if shipped and Path(path) != file:
-        console.note(f"{path} is not here; taking the recipe {file.name} that ships with bmoe")
+        console.note(f"{path} is no file here: taking the recipe of that name that ships with bmoe")
     return recipes.load(file, overrides), file
 
 
@@ -75,6 +75,8 @@ def ensure_data(recipe: Recipe) -> Path:
         if recipe.data.fasta:
             check_prepared(recipe, folder, options)
         return folder
+    if folder.is_file():
+        raise RequestError(f"data.path: {folder} is a file: run `bmoe prepare {folder}`, and name the folder that it says")
     if recipe.data.fasta is None:
         raise RequestError(
             f"data.path: {folder} has no prepared sequences; run `bmoe prepare FILE.fasta --out {folder}`, or set data.fasta"

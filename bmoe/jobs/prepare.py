@@ -51,6 +51,7 @@ def prepare(
 
 
 def _part(text: str | None) -> tuple[int, int] | None:
+    """(i, n) of `i/n`. Raises RequestError."""
     if text is None:
         return None
     number, _, total = text.partition("/")
@@ -96,9 +97,9 @@ def show(results: dict) -> None:
         console.show(console.settings_table("checked" if "files" in results else "merged", rows))
         return
     console.show(summary(results))
-    doubt = wrong_alphabet(results)
-    if doubt:
-        console.note(doubt)
+    for doubt in (wrong_alphabet(results), wrong_clusters(results)):
+        if doubt:
+            console.note(doubt)
 
 
 def wrong_alphabet(results: dict) -> str | None:
@@ -106,8 +107,17 @@ def wrong_alphabet(results: dict) -> str | None:
     shares = results.get("composition", {})
     if results.get("alphabet") == "protein" and shares.get("<unk>", 0.0) > 0.1:
         return f"{shares['<unk>']:.0%} of the letters are no amino acids: are all inputs protein sequences?"
-    if results.get("alphabet") == "protein" and sum(shares.get(letter, 0.0) for letter in "ACGTN") > 0.95:
-        return "these sequences look like DNA: 95 % of their letters are A, C, G, T or N; if they are, prepare them with --alphabet dna"
+    if results.get("alphabet") == "protein" and sum(shares.get(letter, 0.0) for letter in "ACGTUN") > 0.95:
+        return "these sequences look like DNA or RNA: 95 % of their letters are A, C, G, T, U or N; if so, prepare them with --alphabet dna"
     if str(results.get("alphabet")).startswith("dna") and sum(shares.get(letter, 0.0) for letter in ("<unk>", "?")) > 0.1:
         return "these sequences do not look like DNA: more than a tenth of their letters are no bases; is --alphabet right?"
     return None
+
+
+def wrong_clusters(results: dict) -> str | None:
+    """A sentence if the cluster table seems to be of other sequences."""
+    alone = results["counts"].get("unclustered_records", 0)
+    if 2 * alone <= results["records_read"]:
+        return None
+    listed = f"{results['records_read'] - alone:,} of {results['records_read']:,} records"
+    return f"the cluster table lists {listed}: are its names their identifiers?"

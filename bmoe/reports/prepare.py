@@ -107,6 +107,8 @@ def empty_splits(results: dict) -> list[str]:
     of = counted(results["records_kept"], "record")
     if results["alphabet"] != "protein":  # long records are divided among the splits
         of = counted(sum(split["sequences"] for split in results["splits"].values()), "region")
+    if results["records_kept"] and not results["splits"]["train"]["sequences"] and not results.get("part"):
+        return [f"The split train is empty: the shares held out leave nothing of {of}; choose smaller ones or more input."]
     return [
         f"The split {name} is empty: a share of {share:g} of {of} is too small; choose a larger --{name}-fraction."
         for name, share in shares.items()
