@@ -46,3 +46,13 @@ def test_the_maximum_is_kept_and_nothing_saturates(values):
     assert codes.float().abs().max() == (448.0 if x.any() else 0.0)
     error = (current.dequantize(codes, inverse).double() - x.double()).abs()
     assert (error <= torch.maximum(x.double().abs() * 2.0**-3.99, inverse.double() * 2.0**-9.99)).all()
+
+
+def test_infinities_nan_and_subnormals():
+    codes, inverse = current.quantize(torch.tensor([torch.inf, -torch.inf, 1.0, torch.nan]))
+    assert inverse == 1.0 and codes.view(torch.uint8)[3] == 0x7F
+    assert codes.float()[:3].tolist() == [448.0, -448.0, 1.0]
+    codes, inverse = current.quantize(torch.tensor([torch.nan, 3.0]))  # NaN counts in no maximum
+    assert codes.view(torch.uint8).tolist() == [0x7F, 0x7E] and inverse == pytest.approx(3 / 448)
+    codes, inverse = current.quantize(torch.tensor([2.0**-135, 0.0]))  # 448 / amax overflows: the largest float32, just below 2^128
+    assert codes.float().tolist() == [2.0**-7, 0.0] and inverse == 2.0**-128
