@@ -1,49 +1,100 @@
 """Attention probabilities of every head, by the definition: fused kernels never form them.
 
-Legend: H heads, L layers, n tokens of one sequence.
+Legend: H heads, L layers, A = L x H maps, layer-major, T tokens, d head dimension, C sequences padded to n tokens.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bmoe.evaluation.forward import packed
+from bmoe.evaluation.forward import packed, upload
+from bmoe.model.attention import attention
+from bmoe.model.layers import Layout, wide
+
+HELD = {"cuda": 2**28, "cpu": 2**24}  # bytes of maps formed at a time, of several sequences: few launches, what a cache holds
+PADDED = 1.25  # of the shortest sequence's length is the longest that it is put together with
+
+
+class Maps(NamedTuple):
+    """Maps of some sequences: softmax(q k^T / sqrt(d)), at least fp32 [A, C, n, n], rows are queries. Beyond a sequence's tokens, keys
+    have 0, and queries have no meaning."""
+
+    numbers: list[int]  # which sequences
+    sizes: list[int]  # their tokens
+    values_ACnn: Tensor
 
 
 @torch.no_grad()
-def attention_maps(model: nn.Module, sequences: Iterable[np.ndarray], slots: int, device: torch.device) -> Iterator[Tensor]:
-    """softmax(q k^T / sqrt(d)) of each sequence, at least fp32 [L * H, n, n], layer-major, on `device`.
+def attention_maps(model: nn.Module, sequences: list[np.ndarray], slots: int, device: torch.device) -> Iterator[Maps]:
+    """The maps of all sequences, those of similar length together, on `device`.
 
-    Queries and keys are what the layer itself projects, normalises and rotates; rows are queries. Sequences carry their
-    specials. Decoders attend to earlier tokens only.
+    Queries and keys are what the layer itself projects, normalises and rotates. Sequences carry their specials. Decoders attend to
+    earlier tokens only.
     """
-    layers = [block.attention for block in model.blocks]
-    for batch in packed(sequences, slots, device):
-        projected: list[tuple[Tensor, Tensor]] = []
-
-        def note(attention: nn.Module, args: tuple, projected=projected) -> None:
-            q_THd, k_TGd, _ = attention.project(*args)
-            projected.append((q_THd, k_TGd))
-
-        handles = [attention.register_forward_pre_hook(note) for attention in layers]
-        try:
+    order = sorted(range(len(sequences)), key=lambda number: sequences[number].size)
+    done = 0
+    for batch in packed((sequences[number] for number in order), slots, device):
+        with _projected(model) as projected:
             model(**batch.inputs, select_M=torch.zeros(1, dtype=torch.int64, device=device))
-        finally:
-            for handle in handles:
-                handle.remove()
-        for begin, end in zip(batch.bounds[:-1], batch.bounds[1:], strict=True):
-            yield torch.cat([
-                _probabilities(q[begin:end], k[begin:end], attention.causal) for attention, (q, k) in zip(layers, projected, strict=True)
-            ])  # fmt: skip
+        q_LTHd, k_LTHd = (torch.stack(column) for column in zip(*projected, strict=True))
+        sizes_S, A = np.diff(batch.bounds), q_LTHd.shape[0] * q_LTHd.shape[2]
+        for first, last in _alike(sizes_S, HELD[device.type] // (4 * A)):
+            begins_C, sizes_C = batch.bounds[first:last], sizes_S[first:last]
+            values_ACnn = _probabilities(q_LTHd, k_LTHd, begins_C, sizes_C, model.blocks[0].attention.causal)
+            yield Maps(order[done + first : done + last], sizes_C.tolist(), values_ACnn)
+        done += sizes_S.size
 
 
-def _probabilities(q_nHd: Tensor, k_nGd: Tensor, causal: bool) -> Tensor:
-    wide = torch.promote_types(q_nHd.dtype, torch.float32)
-    q, k = q_nHd.to(wide) / q_nHd.shape[-1] ** 0.5, k_nGd.to(wide).repeat_interleave(q_nHd.shape[1] // k_nGd.shape[1], dim=1)
-    scores_Hnn = torch.einsum("qhd,khd->hqk", q, k)
+def _alike(sizes_S: np.ndarray, entries: int) -> Iterator[tuple[int, int]]:
+    """Runs [first, last) of ascending sizes, no longest above PADDED times the shortest, of at most `entries` squares of the longest."""
+    first = 0
+    for last in range(1, sizes_S.size + 1):
+        following = sizes_S[last] if last < sizes_S.size else np.inf
+        if following > PADDED * sizes_S[first] or (last + 1 - first) * following**2 > entries:
+            yield first, last
+            first = last
+
+
+@contextmanager
+def _projected(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Collect queries and keys, each [T, H, d], of every layer in the forward passes inside."""
+    collected: list[tuple[Tensor, Tensor]] = []
+    layers = [block.attention for block in model.blocks]
+    for layer in layers:
+        layer.forward = partial(_attend, layer, collected)
+    try:
+        yield collected
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's own is back
+
+
+def _attend(layer: nn.Module, collected: list[tuple[Tensor, Tensor]], x_TD: Tensor, layout: Layout) -> Tensor:
+    q_THd, k_TGd, v_TGd = layer.project(x_TD, layout)
+    collected.append((q_THd, k_TGd.repeat_interleave(layer.heads // layer.kv_heads, dim=1) if layer.kv_heads < layer.heads else k_TGd))
+    out_THd = attention(q_THd, k_TGd, v_TGd, layout.cu_seqlens, layout.max_seqlen, layer.causal)
+    return layer.output(out_THd.flatten(1))
+
+
+def _probabilities(q_LTHd: Tensor, k_LTHd: Tensor, begins_C: np.ndarray, sizes_C: np.ndarray, causal: bool) -> Tensor:
+    L, _, H, d = q_LTHd.shape
+    C, n = sizes_C.size, int(sizes_C.max())
+    inside_Cn = np.arange(n) < sizes_C[:, None]
+    rows_Cn = np.where(inside_Cn, begins_C[:, None] + np.arange(n), begins_C[:, None])
+    rows, inside = upload([rows_Cn.ravel(), inside_Cn.ravel()], q_LTHd.device)
+
+    def padded(x_LTHd: Tensor) -> Tensor:
+        """[A C, n, d]"""
+        return wide(x_LTHd.index_select(1, rows)).view(L, C, n, H, d).permute(0, 3, 1, 2, 4).reshape(L * H * C, n, d)
+
+    scores = torch.bmm(padded(q_LTHd) / d**0.5, padded(k_LTHd).transpose(1, 2)).view(L * H, C, n, n)
+    if sizes_C.min() < n:
+        scores.masked_fill_(inside.view(C, 1, n) == 0, float("-inf"))
     if causal:
-        later = torch.ones(scores_Hnn.shape[1:], dtype=torch.bool, device=scores_Hnn.device).triu(1)
-        scores_Hnn = scores_Hnn.masked_fill(later, float("-inf"))
-    return scores_Hnn.softmax(dim=-1)
+        scores.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1), float("-inf"))
+    return scores.softmax(dim=-1)

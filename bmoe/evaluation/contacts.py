@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import l1
-from bmoe.evaluation.attention_maps import attention_maps
+from bmoe.evaluation.attention_maps import Maps, attention_maps
 from bmoe.evaluation.families import families, folds
-from bmoe.evaluation.forward import wrap
+from bmoe.evaluation.forward import batch_slots, upload, wrap
 from bmoe.evaluation.statistics import bootstrap
 from bmoe.evaluation.structures import Chain, read_chains
 from bmoe.recipe import Recipe
@@ -51,13 +51,13 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str
     for chain, (i, _, _) in zip(chains, pairs, strict=True):
         if i.size == 0:
             raise RequestError(f"{directory}: {chain.name} has no two residues {NEAREST} apart with N, CA and C; take it out")
-    features = pair_features(model, letters, chains, pairs, recipe.data.tokens_per_batch, device)
+    features = pair_features(model, letters, chains, pairs, batch_slots(recipe, device), device)
     contact = [torch.from_numpy(chosen[2]) for chosen in pairs]
 
     probability: list[np.ndarray] = [np.empty(0)] * len(chains)
     for test in folds(family, FOLDS):
         train = _spread([i for i in range(len(chains)) if i not in test], family)[:TRAINING_CHAINS]
-        weights = l1.fit(torch.cat([features[i] for i in train]), torch.cat([contact[i] for i in train]), PENALTY, device)
+        weights = l1.fit([features[i] for i in train], torch.cat([contact[i] for i in train]), PENALTY, device)
         for i in test:
             probability[i] = l1.probability(features[i], weights).cpu().numpy()
     longer = sum(len(chain.sequence) + 2 > recipe.data.max_length for chain in chains)
@@ -73,23 +73,37 @@ def pair_features(
     heads = sum(block.attention.heads for block in model.blocks)
     fits = 4 * heads * sum(chosen[0].size for chosen in pairs) <= FITTING
     home = device if fits else torch.device("cpu")
-    maps = attention_maps(model, tokens, slots, device)
-    return [features_at(found, *chosen[:2]).to(home) for found, chosen in zip(maps, pairs, strict=True)]
+    found: list[Tensor] = [torch.empty(0)] * len(chains)
+    for maps in attention_maps(model, tokens, slots, device):
+        wanted = [pairs[number][:2] for number in maps.numbers]
+        parts = features_at(maps, wanted).to(home).split([i.size for i, _ in wanted], dim=1)
+        for number, part_AP in zip(maps.numbers, parts, strict=True):
+            found[number] = part_AP.T
+    return found
 
 
-def features_at(maps_Ann: Tensor, i: np.ndarray, j: np.ndarray) -> Tensor:
-    """Features of residue pairs, fp32 [P, A], from attention maps with specials [A, n + 2, n + 2].
+def features_at(maps: Maps, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Tensor:
+    """Features of residue pairs (i, j) of each sequence of `maps`, one after the other, fp32 [A, P].
 
-    With S = M + M^T of the inner map M, and sums r over a row of S, t over all of it: S_ij - r_i r_j / t, the average product
-    correction. S itself is never formed: only the pairs asked for are gathered, and r is the sum of M's rows and columns.
+    With S = M + M^T of the map M without the specials, and sums r over a row of S, t over all of it: S_ij - r_i r_j / t, the average
+    product correction. S itself is never formed: only the pairs asked for are gathered, and r is the sum of M's rows and columns.
     """
-    inner_Ann = maps_Ann[:, 1:-1, 1:-1]
-    sums_An = inner_Ann.sum(2) + inner_Ann.sum(1)
-    i_P, j_P = torch.from_numpy(np.stack([i, j])).to(maps_Ann.device)
-    side, flat_AQ = maps_Ann.shape[2], maps_Ann.flatten(1)
-    both_AP = flat_AQ.index_select(1, (i_P + 1) * side + j_P + 1) + flat_AQ.index_select(1, (j_P + 1) * side + i_P + 1)
-    expected_AP = sums_An.index_select(1, i_P) * sums_An.index_select(1, j_P) / sums_An.sum(1, keepdim=True)
-    return (both_AP - expected_AP).T.float().contiguous()
+    values_ACnn, n = maps.values_ACnn, maps.values_ACnn.shape[-1]
+    roots = []
+    for number, size in enumerate(maps.sizes):
+        inner_Ann = values_ACnn[:, number, 1 : size - 1, 1 : size - 1]
+        sums_An = inner_Ann.sum(2) + inner_Ann.sum(1)
+        roots.append(sums_An / sums_An.sum(1, keepdim=True).clamp(min=1e-30).sqrt())  # a head may look at specials alone
+    root_AR = torch.cat(roots, dim=1)  # of the residues of all sequences
+
+    owner_P = np.repeat(np.arange(len(pairs)), [i.size for i, _ in pairs])
+    i_P, j_P = np.concatenate([np.stack(pair) for pair in pairs], axis=1)
+    first_P, row_P = (np.cumsum(maps.sizes) - maps.sizes)[owner_P] - 2 * owner_P, owner_P * n + 1
+    places = [first_P + i_P, first_P + j_P, (row_P + i_P) * n + j_P + 1, (row_P + j_P) * n + i_P + 1]
+    i_P, j_P, there_P, back_P = upload(places, values_ACnn.device)
+    flat_AQ = values_ACnn.flatten(1)
+    both_AP = flat_AQ.index_select(1, there_P).add_(flat_AQ.index_select(1, back_P))
+    return both_AP.addcmul_(root_AR.index_select(1, i_P), root_AR.index_select(1, j_P), value=-1).float()
 
 
 def known_pairs(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -153,7 +167,7 @@ def _interval(value_C: np.ndarray, family: list[int]) -> tuple[float, float]:
     member, finite = np.array(family), np.isfinite(value_C)
     sums = np.bincount(member[finite], value_C[finite], max(family) + 1)
     sizes = np.bincount(member[finite], minlength=max(family) + 1)
-    return bootstrap(sizes.size, lambda drawn: float(drawn @ sums / (drawn @ sizes)) if drawn @ sizes else float("nan"))
+    return bootstrap(sizes.size, lambda drawn: drawn @ sums / (drawn @ sizes))
 
 
 def _map(chain: Chain, pairs: tuple, probability: np.ndarray, long: float) -> dict:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError, RunError
 from bmoe.evaluation.files import read_fasta
-from bmoe.evaluation.forward import hidden_states, packed, wrap
+from bmoe.evaluation.forward import batch_slots, hidden_states, packed, wrap
 from bmoe.recipe import Recipe
 
 MODES = ("residue", "mean")
@@ -65,7 +65,7 @@ def embed(
         seen.add(name)
     sequences = (wrap(letters, ids) for _, ids in records)
     tensors = {}
-    for name, (state_nD,) in zip(names, states(model, sequences, recipe.data.tokens_per_batch, device, [layer]), strict=True):
+    for name, (state_nD,) in zip(names, states(model, sequences, batch_slots(recipe, device), device, [layer]), strict=True):
         tensors[name] = (state_nD.mean(dim=0) if mode == "mean" else state_nD).cpu().contiguous().clone()
     try:
         save_file(tensors, out, {"model": recipe.name, "alphabet": letters.name, "mode": mode, "layer": str(layer)})

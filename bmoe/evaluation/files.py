@@ -6,6 +6,7 @@ import gzip
 import io
 import lzma
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def read_text(path: str | Path) -> str:
         return data.decode("utf-8-sig")
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (EOFError, UnicodeDecodeError, ValueError, lzma.LZMAError):
+    except (EOFError, UnicodeDecodeError, ValueError, lzma.LZMAError, zlib.error):
         raise RequestError(f"{path} is damaged or no text file") from None
 
 

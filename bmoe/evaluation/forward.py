@@ -3,7 +3,7 @@
 Sequences are token ids with their specials in place. Batches are packed without padding, as in training, so that results do
 not depend on what shares a batch.
 
-Legend: T tokens, D width, S sequences, M rows read, V vocabulary, K top-k, L layers.
+Legend: T tokens, D width, S sequences, C versions of a sequence of n tokens, M values asked for, V vocabulary, K top-k, L layers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,6 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from bmoe.data.alphabet import Alphabet
+from bmoe.model.counts import forward_flops
+from bmoe.model.layers import wide
+from bmoe.recipe import Recipe
+
+GPU_FLOPS = 2.0**41  # 20 ms of an H200 with a small model, where launching a pass takes about 10
+MOST_SLOTS = 2**18
 
 
 class Packed(NamedTuple):
@@ -22,15 +28,23 @@ class Packed(NamedTuple):
 
     inputs: dict
     bounds: np.ndarray  # int64 [S + 1]
-    first: int  # number of the first of these sequences among all
 
 
 class Request(NamedTuple):
-    """Ask for log P(target) at slots of a sequence; a slot may be asked for several targets."""
+    """Ask for log P(target) at slots of C versions of a sequence (what is hidden or changed differs), in the order of the versions.
 
-    tokens: np.ndarray
-    slots: np.ndarray
-    targets: np.ndarray
+    A slot may be asked for several targets.
+    """
+
+    tokens_Cn: np.ndarray
+    version_M: np.ndarray  # ascending
+    slot_M: np.ndarray
+    target_M: np.ndarray
+
+    def part(self, begin: int, end: int) -> "Request":
+        """The request for the versions `begin` .. `end` alone."""
+        first, last = np.searchsorted(self.version_M, [begin, end])
+        return Request(self.tokens_Cn[begin:end], self.version_M[first:last] - begin, self.slot_M[first:last], self.target_M[first:last])
 
 
 def wrap(letters: Alphabet, ids: np.ndarray) -> np.ndarray:
@@ -38,66 +52,107 @@ def wrap(letters: Alphabet, ids: np.ndarray) -> np.ndarray:
     return np.concatenate([[letters.cls_id], ids.astype(np.int64), [letters.eos_id]])
 
 
+def batch_slots(recipe: Recipe, device: torch.device) -> int:
+    """Token slots of a batch: those of training on a CPU; on a GPU, where launching a pass of few tokens takes longer than running it,
+    at least as many as make GPU_FLOPS. Nothing is kept for a backward pass, so that they fit."""
+    if device.type != "cuda":
+        return recipe.data.tokens_per_batch
+    each = forward_flops(recipe.model, 0, 1, 0)
+    return max(recipe.data.tokens_per_batch, min(int(GPU_FLOPS / each), MOST_SLOTS))
+
+
 def packed(sequences: Iterable[np.ndarray], slots: int, device: torch.device) -> Iterator[Packed]:
     """Pack sequences in their order into rows of at most `slots` tokens; a longer sequence gets a row of its own."""
     row: list[np.ndarray] = []
-    filled = first = 0
+    filled = 0
     for sequence in sequences:
         if row and filled + sequence.size > slots:
-            yield _pack(row, first, device)
-            first, filled, row = first + len(row), 0, []
+            yield _pack(row, device)
+            filled, row = 0, []
         row.append(sequence)
         filled += sequence.size
     if row:
-        yield _pack(row, first, device)
+        yield _pack(row, device)
 
 
-def _pack(row: list[np.ndarray], first: int, device: torch.device) -> Packed:
-    sizes = np.array([s.size for s in row])
-    bounds = np.concatenate([[0], np.cumsum(sizes)])
-    positions_T = np.arange(bounds[-1]) - np.repeat(bounds[:-1], sizes)
-    columns = np.stack([np.concatenate(row), positions_T, np.repeat(np.arange(sizes.size), sizes)]).astype(np.int64)
-    tokens_T, positions, segments_T = upload(columns, device)
+def _pack(row: list[np.ndarray], device: torch.device) -> Packed:
+    sizes_S = np.array([sequence.size for sequence in row])
+    inputs, bounds, _ = _inputs(row, sizes_S, [], device)
+    return Packed(inputs, bounds)
+
+
+def _inputs(
+    tokens: list[np.ndarray], sizes_S: np.ndarray, more: list[np.ndarray], device: torch.device
+) -> tuple[dict, np.ndarray, list[Tensor]]:
+    """The model's arguments for sequences of these sizes, where they lie, and more int64 arrays on the device. All goes over in one
+    copy; positions and segments are made there."""
+    bounds = np.concatenate([[0], np.cumsum(sizes_S)])
+    total = int(bounds[-1])
+    flat_T, bounds_S1, *rest = upload([np.concatenate([part.reshape(-1) for part in tokens]), bounds, *more], device)
+    segments_T = torch.repeat_interleave(bounds_S1.diff(), output_size=total)
     inputs = {
-        "tokens_T": tokens_T, "positions_T": positions, "segments_T": segments_T,
-        "cu_seqlens": upload(bounds.astype(np.int32), device), "max_seqlen": int(sizes.max()), "real_tokens": int(bounds[-1]),
+        "tokens_T": flat_T, "positions_T": torch.arange(total, device=device) - bounds_S1[segments_T], "segments_T": segments_T,
+        "cu_seqlens": bounds_S1.int(), "max_seqlen": int(sizes_S.max()), "real_tokens": total,
     }  # fmt: skip
-    return Packed(inputs, bounds, first)
+    return inputs, bounds, rest
 
 
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on `device`, without waiting for what the device still does: the host prepares the next batch meanwhile."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as int64 on `device`, in one copy that does not wait for what the device still does: the host prepares the next batch
+    meanwhile."""
+    sizes = [array.size for array in arrays]
+    host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate(arrays, out=host.numpy())
+    return list(host.to(device, non_blocking=True).split(sizes))
 
 
 @torch.no_grad()
-def log_probabilities(model: nn.Module, requests: Iterable[Request], slots: int, device: torch.device) -> list[np.ndarray]:
-    """log P(target | tokens) of every request, float64, one array a request; the softmax is over the whole vocabulary.
+def log_probabilities(model: nn.Module, requests: Iterable[Request], slots: int, device: torch.device) -> np.ndarray:
+    """log P(target | tokens) of all requests one after the other, float64; the softmax is over the whole vocabulary.
 
     The requests are consumed as the batches are built, and the device is waited for once, at the end.
     """
-    asked: list[Request] = []
-
-    def remembered() -> Iterator[np.ndarray]:
-        for request in requests:
-            asked.append(request._replace(tokens=np.empty(0, np.int64)))
-            yield request.tokens
-
     pieces = []
-    for batch in packed(remembered(), slots, device):
-        here = asked[batch.first : batch.first + batch.bounds.size - 1]
-        select = np.concatenate([r.slots + begin for r, begin in zip(here, batch.bounds, strict=False)])
-        rows, inverse = np.unique(select, return_inverse=True)
-        targets = np.concatenate([r.targets for r in here])
-        logits_MV = model(**batch.inputs, select_M=upload(rows, device)).logits
-        logits_MV = logits_MV.float() if logits_MV.dtype in (torch.bfloat16, torch.float16) else logits_MV
-        pick = upload(np.stack([inverse, targets]).astype(np.int64), device)
-        pieces.append(logits_MV.log_softmax(dim=-1)[pick[0], pick[1]])
-    if not pieces:
-        return []
-    flat = torch.cat(pieces).double().cpu().numpy()
-    return np.split(flat, np.cumsum([r.slots.size for r in asked])[:-1])
+    for batch in _batches(requests, slots):
+        counts = np.array([request.tokens_Cn.shape for request in batch])
+        begins = np.cumsum(counts.prod(axis=1)) - counts.prod(axis=1)
+        asked_M = np.concatenate([
+            begin + request.version_M * size + request.slot_M for request, begin, size in zip(batch, begins, counts[:, 1], strict=True)
+        ])  # fmt: skip
+        rows, place_M = _distinct(asked_M, int(counts.prod(axis=1).sum()))
+        more = [rows, place_M, np.concatenate([request.target_M for request in batch])]
+        tokens = [request.tokens_Cn for request in batch]
+        inputs, _, (select, place, target) = _inputs(tokens, np.repeat(counts[:, 1], counts[:, 0]), more, device)
+        logits_MV = wide(model(**inputs, select_M=select).logits)
+        pieces.append(logits_MV.log_softmax(dim=-1)[place, target])
+    return torch.cat(pieces).double().cpu().numpy() if pieces else np.empty(0)
+
+
+def _batches(requests: Iterable[Request], slots: int) -> Iterator[list[Request]]:
+    """Requests for at most `slots` tokens together, cut between versions; a longer version stands alone."""
+    batch: list[Request] = []
+    filled = 0
+    for request in requests:
+        (count, size), begin = request.tokens_Cn.shape, 0
+        while begin < count:
+            room = (slots - filled) // size
+            if room <= 0 and batch:
+                yield batch
+                batch, filled = [], 0
+                continue
+            end = min(begin + max(room, 1), count)
+            batch.append(request if end - begin == count else request.part(begin, end))
+            filled += (end - begin) * size
+            begin = end
+    if batch:
+        yield batch
+
+
+def _distinct(slot_M: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct of some slots below `total`, ascending, and the place of each among them."""
+    asked_T = np.zeros(total, bool)
+    asked_T[slot_M] = True
+    return np.flatnonzero(asked_T), np.cumsum(asked_T)[slot_M] - 1
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
-from bmoe.evaluation.forward import Request, log_probabilities
+from bmoe.evaluation.forward import Request, batch_slots, log_probabilities
 from bmoe.recipe import Recipe
 
 
@@ -186,16 +186,20 @@ def _summary(
         stop = np.flatnonzero(row == letters.eos_id)
         ended.append(bool(stop.size))
         whole.append(np.concatenate([start, row[: stop[0] + 1] if stop.size else row]))
-    requests = (Request(tokens, np.arange(start.size - 1, tokens.size - 1), tokens[start.size :]) for tokens in whole)
-    nats = [-values for values in log_probabilities(model, requests, recipe.data.tokens_per_batch, device)]
+    sizes = [tokens.size - start.size for tokens in whole]
+    requests = (
+        Request(tokens[None], np.zeros(size, int), np.arange(start.size - 1, tokens.size - 1), tokens[start.size :])
+        for tokens, size in zip(whole, sizes, strict=True)
+    )
+    nats_M = -log_probabilities(model, requests, batch_slots(recipe, device), device)
     entries = [
         {
             "sequence": letters.decode(tokens[1 : -1 if end else None]), "length": int(tokens.size - 1 - end), "ended": end,
             "perplexity": float(np.exp(values.mean())),
         }
-        for tokens, end, values in zip(whole, ended, nats, strict=True)
+        for tokens, end, values in zip(whole, ended, np.split(nats_M, np.cumsum(sizes)[:-1]), strict=True)
     ]  # fmt: skip
     return {
-        "prompt": prompt, "n": len(entries), "perplexity": float(np.exp(np.concatenate(nats).mean())), "ended": sum(ended),
+        "prompt": prompt, "n": len(entries), "perplexity": float(np.exp(nats_M.mean())), "ended": sum(ended),
         "mean_length": float(np.mean([e["length"] for e in entries])), "samples": entries,
     }  # fmt: skip

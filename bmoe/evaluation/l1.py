@@ -22,21 +22,23 @@ INNER = 0.01  # of the violation, left over by coordinate descent
 DESCENT = 0.01  # Armijo's constant of the line search
 
 
-def fit(features_PA: Tensor, positive_P: Tensor, strength: float, device: torch.device) -> Tensor:
-    """Weights [A], float64 on `device`, of features fp32 [P, A - 1] on any device and bool `positive_P`. strength: C."""
+def fit(features: list[Tensor], positive_P: Tensor, strength: float, device: torch.device) -> Tensor:
+    """Weights [A], float64 on `device`, of features, fp32 on any device: their rows one after the other are [P, A - 1]. Bool
+    `positive_P`. strength: C."""
+    pieces = [piece_PA for part_PA in features for piece_PA in part_PA.split(PIECE)]
     sign_P = positive_P.to(device).double() * 2 - 1
     margin_P = torch.zeros_like(sign_P)
-    w_A, first = np.zeros(features_PA.shape[1] + 1), 0.0
+    w_A, first = np.zeros(features[0].shape[1] + 1), 0.0
     value = _loss(margin_P, sign_P, strength)
     for step in range(STEPS):
         wrong_P = torch.sigmoid(-sign_P * margin_P)
-        g_A = _gradient(features_PA, -strength * sign_P * wrong_P)
+        g_A = _gradient(pieces, -strength * sign_P * wrong_P)
         violation_A = np.where(w_A != 0, np.abs(g_A + np.sign(w_A)), np.maximum(np.abs(g_A) - 1, 0))
         first = violation_A.max() if step == 0 else first
         if violation_A.max() <= TOLERANCE * first:
             break
         moving = np.flatnonzero((w_A != 0) | (violation_A > 0))
-        chosen_PB = _columns(features_PA, moving, device)
+        chosen_PB = torch.cat([_columns(piece_PA, moving, device) for piece_PA in pieces])
         h_BB = _hessian(chosen_PB, strength * wrong_P * (1 - wrong_P))
         d_B = newton_step(w_A[moving], g_A[moving], h_BB, INNER * violation_A.max())
         change_P = torch.cat([x.double() @ torch.from_numpy(d_B).to(device) for x in chosen_PB.split(PIECE)])
@@ -62,10 +64,10 @@ def probability(features_PA: Tensor, weight_A: Tensor) -> Tensor:
     return (chosen_PB.double() @ weight_A[:-1][torch.from_numpy(used).to(weight_A.device)] + weight_A[-1]).sigmoid()
 
 
-def _gradient(features_PA: Tensor, pull_P: Tensor) -> np.ndarray:
+def _gradient(pieces: list[Tensor], pull_P: Tensor) -> np.ndarray:
     """pull.x and, for the constant, its sum, [A]; products in fp32, sums of pieces in float64."""
-    out_A = torch.zeros(features_PA.shape[1], dtype=torch.float64, device=pull_P.device)
-    for x_PA, pull in zip(features_PA.split(PIECE), pull_P.split(PIECE), strict=True):
+    out_A = torch.zeros(pieces[0].shape[1], dtype=torch.float64, device=pull_P.device)
+    for x_PA, pull in zip(pieces, pull_P.split([piece.shape[0] for piece in pieces]), strict=True):
         out_A += pull.to(x_PA.dtype) @ x_PA.to(pull.device)
     return torch.cat([out_A, pull_P.sum()[None]]).cpu().numpy()
 

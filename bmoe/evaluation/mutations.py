@@ -8,12 +8,14 @@ Scores (Meier et al. 2021), each a log-likelihood ratio, higher is fitter. For v
 
 A wild type longer than the model was trained for is scored in the window of that length around the sites.
 
-Legend: M mutated sites of all variants.
+Legend: N variants, M mutated sites of all of them, I inputs shown to the model, C of them of n tokens, W windows.
 """
 
 import csv
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +25,8 @@ from torch import nn
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError, RunError
 from bmoe.evaluation.files import read_fasta
-from bmoe.evaluation.forward import Request, log_probabilities, wrap
-from bmoe.evaluation.statistics import auc, bootstrap, spearman
+from bmoe.evaluation.forward import Request, batch_slots, log_probabilities, wrap
+from bmoe.evaluation.statistics import auc, bootstrap, resampled_spearman, spearman
 from bmoe.evaluation.variants import Sites, Variants, read_variants
 from bmoe.recipe import Recipe
 
@@ -66,7 +68,7 @@ def evaluate(
     header, ids = read_fasta(wildtype, letters)[0]
     if recipe.data.alphabet.startswith("dna-bpe"):
         raise RequestError("variants change single letters, and this model reads byte-pair tokens")
-    variants = read_variants(table, "".join(letters.symbols[i] for i in ids), column)
+    variants = read_variants(table, "".join(x if len(x) == 1 else "?" for x in map(letters.symbols.__getitem__, ids)), column)
     _check_letters(variants, letters, table)
     scores = {method: score(model, recipe, letters, ids, variants.sites, method, device) for method in methods}
     if scores_file is not None:
@@ -101,14 +103,9 @@ def _check_letters(variants: Variants, letters: Alphabet, table: str | Path) -> 
 
 
 def _agreement(score_N: np.ndarray, variants: Variants) -> dict:
-    effect_N, positive_N = variants.effect, variants.positive
-
-    def resampled(drawn: np.ndarray) -> float:
-        rows = np.repeat(np.arange(drawn.size), drawn)
-        return spearman(score_N[rows], effect_N[rows])
-
-    low, high = bootstrap(score_N.size, resampled)
-    return {"spearman": spearman(score_N, effect_N), "spearman_low": low, "spearman_high": high, "auc": auc(score_N, positive_N)}
+    low, high = bootstrap(score_N.size, resampled_spearman(score_N, variants.effect))
+    rho, area = spearman(score_N, variants.effect), auc(score_N, variants.positive)
+    return {"spearman": rho, "spearman_low": low, "spearman_high": high, "auc": area}
 
 
 def _write(path: str | Path, variants: Variants, scores: dict[str, np.ndarray]) -> None:
@@ -125,13 +122,32 @@ def score(
     model: nn.Module, recipe: Recipe, letters: Alphabet, ids: np.ndarray, variants: list[Sites], method: str, device: torch.device
 ) -> np.ndarray:
     """The score of each variant, float64 [n]. `ids`: the wild type's tokens without specials."""
-    slots = recipe.data.tokens_per_batch
-    fits = ids.size <= recipe.data.max_length - 2
-    windows = [(0, int(ids.size)) if fits else window(sites, ids.size, recipe.data.max_length) for sites in variants]
-    token = {symbol: number for number, symbol in enumerate(letters.symbols)}
+    table = _Table.of(letters, ids, variants, recipe.data.max_length)
+    slots = batch_slots(recipe, device)
     if method in (PLL, LIKELIHOOD):
-        return _by_sequence(model, letters, ids, variants, windows, token, slots, device, masked=method == PLL)
-    return _by_site(model, letters, ids, variants, windows, token, slots, device, masked=method == "masked_marginal")
+        return _by_sequence(model, letters, ids, table, slots, device, masked=method == PLL)
+    return _by_site(model, letters, ids, table, slots, device, masked=method == "masked_marginal")
+
+
+class _Table(NamedTuple):
+    """The sites of all variants, one after the other, and the window in which each variant is shown."""
+
+    variant_M: np.ndarray
+    place_M: np.ndarray
+    old_M: np.ndarray  # tokens
+    new_M: np.ndarray
+    span_N2: np.ndarray
+
+    @staticmethod
+    def of(letters: Alphabet, ids: np.ndarray, variants: list[Sites], max_length: int) -> "_Table":
+        place, old, new = zip(*chain.from_iterable(variants), strict=True)
+        variant_M = np.repeat(np.arange(len(variants)), [len(sites) for sites in variants])
+        old_M, new_M = (letters.encode("".join(x).encode()).astype(np.int64) for x in (old, new))
+        if ids.size <= max_length - 2:
+            span_N2 = np.tile([0, ids.size], (len(variants), 1))
+        else:
+            span_N2 = np.array([window(sites, ids.size, max_length) for sites in variants])
+        return _Table(variant_M, np.array(place), old_M, new_M, span_N2)
 
 
 def window(sites: Sites, length: int, max_length: int) -> tuple[int, int]:
@@ -145,63 +161,97 @@ def window(sites: Sites, length: int, max_length: int) -> tuple[int, int]:
     return begin, begin + size
 
 
-def _tokens(letters: Alphabet, ids: np.ndarray, span: tuple[int, int]) -> np.ndarray:
-    """The window with the specials that belong to its ends."""
-    tokens = wrap(letters, ids[slice(*span)])
-    return tokens[(1 if span[0] > 0 else 0) : (-1 if span[1] < ids.size else None)]
+def _tokens(letters: Alphabet, ids: np.ndarray, span: np.ndarray) -> tuple[np.ndarray, int]:
+    """The window with the specials that belong to its ends, and what added to a residue's number gives its slot in it."""
+    begin, end = span
+    tokens = wrap(letters, ids[begin:end])
+    return tokens[(1 if begin > 0 else 0) : (-1 if end < ids.size else None)], int(begin == 0) - begin
 
 
-def _first_slot(span: tuple[int, int]) -> int:
-    """What added to a residue's number gives its slot in the window."""
-    return (1 if span[0] == 0 else 0) - span[0]
-
-
-def _by_site(model, letters, ids, variants, windows, token, slots, device, masked: bool) -> np.ndarray:
-    """Marginals: variants that show the model the same input share one forward pass.
-
-    All mutated sites lie in one table, ordered by the input that answers them: whole scans are scored in a moment.
-    """
-    inputs: dict[tuple, int] = {}
-    number = np.empty(len(variants), np.int64)
-    for v, (sites, span) in enumerate(zip(variants, windows, strict=True)):
-        hidden = tuple(sorted({place for place, _, _ in sites})) if masked else ()
-        number[v] = inputs.setdefault((span, hidden), len(inputs))
-    owner_M = np.repeat(np.arange(len(variants)), [len(sites) for sites in variants])
-    table_M3 = np.array([(place, token[new], token[old]) for sites in variants for place, old, new in sites])
-    order_M = np.argsort(number[owner_M], kind="stable")
-    owner_M, table_M3 = owner_M[order_M], table_M3[order_M]
-    bounds = np.searchsorted(number[owner_M], np.arange(len(inputs) + 1))
+def _by_site(
+    model: nn.Module, letters: Alphabet, ids: np.ndarray, table: _Table, slots: int, device: torch.device, masked: bool
+) -> np.ndarray:
+    """Marginals: variants that show the model the same input share one forward pass. The sites are ordered by the input that answers
+    them, so that whole scans are scored in a moment."""
+    if masked:
+        input_N = _site_sets(table)
+        span_I2 = table.span_N2[np.unique(input_N, return_index=True)[1]]
+    else:
+        span_I2, input_N = _distinct_rows(table.span_N2)
+    order_M = np.argsort(input_N[table.variant_M], kind="stable")
+    variant_M, place_M = table.variant_M[order_M], table.place_M[order_M]
+    target_M2 = np.column_stack([table.new_M, table.old_M])[order_M]
+    bounds = np.searchsorted(input_N[variant_M], np.arange(len(span_I2) + 1))
 
     def requests() -> Iterator[Request]:
-        for i, (span, hidden) in enumerate(inputs):
-            tokens, first = _tokens(letters, ids, span), _first_slot(span)
-            if hidden:
-                tokens[np.array(hidden) + first] = letters.mask_id
-            place, new, old = table_M3[bounds[i] : bounds[i + 1]].T
-            yield Request(tokens, np.concatenate([place, place]) + first, np.concatenate([new, old]))
+        for first, last in _alike(span_I2, max(slots // ids.size, 1)):
+            tokens, offset = _tokens(letters, ids, span_I2[first])
+            tokens_Cn = np.tile(tokens, (last - first, 1))
+            here = slice(bounds[first], bounds[last])
+            version, slot = input_N[variant_M[here]] - first, place_M[here] + offset
+            if masked:
+                tokens_Cn[version, slot] = letters.mask_id
+            yield Request(tokens_Cn, np.repeat(version, 2), np.repeat(slot, 2), target_M2[here].ravel())
 
-    gained = [values[: values.size // 2] - values[values.size // 2 :] for values in log_probabilities(model, requests(), slots, device)]
-    return np.bincount(owner_M, np.concatenate(gained), minlength=len(variants))
+    logp_M2 = log_probabilities(model, requests(), slots, device).reshape(-1, 2)
+    return np.bincount(variant_M, logp_M2[:, 0] - logp_M2[:, 1], minlength=len(input_N))
 
 
-def _by_sequence(model, letters, ids, variants, windows, token, slots, device, masked: bool) -> np.ndarray:
+def _site_sets(table: _Table) -> np.ndarray:
+    """A number from 0 of each variant, equal for those of the same sites."""
+    places = table.place_M[np.lexsort((table.place_M, table.variant_M))].astype(np.int64)
+    raw, ends = places.tobytes(), (np.cumsum(np.bincount(table.variant_M)) * places.itemsize).tolist()
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(raw[begin:end], len(numbers)) for begin, end in zip([0, *ends], ends, strict=False)])
+
+
+def _distinct_rows(rows_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    distinct, number_N = np.unique(rows_N2, axis=0, return_inverse=True)
+    return distinct, number_N.reshape(-1)
+
+
+def _alike(span_I2: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
+    """Runs [first, last) of at most `most` inputs that are shown in the same window."""
+    changes = np.flatnonzero(np.diff(span_I2, axis=0).any(axis=1)) + 1
+    for begin, end in zip([0, *changes.tolist()], [*changes.tolist(), len(span_I2)], strict=True):
+        for first in range(begin, end, most):
+            yield first, min(first + most, end)
+
+
+def _by_sequence(
+    model: nn.Module, letters: Alphabet, ids: np.ndarray, table: _Table, slots: int, device: torch.device, masked: bool
+) -> np.ndarray:
     """Whole sequences: pseudo-log-likelihood (masked) or log-likelihood, of each variant minus that of its wild type."""
-    shown = [("", span, ()) for span in sorted(set(windows))] + [(str(v), windows[v], sites) for v, sites in enumerate(variants)]
+    wild_W2, wild_N = _distinct_rows(table.span_N2)
+    bounds = np.searchsorted(table.variant_M, np.arange(len(table.span_N2) + 1))
+    sizes: list[int] = []
 
     def requests() -> Iterator[Request]:
-        for _, span, sites in shown:
-            tokens = _tokens(letters, ids, span)
-            if sites:
-                tokens[np.array([place for place, _, _ in sites]) + _first_slot(span)] = [token[new] for _, _, new in sites]
-            if not masked:
-                yield Request(tokens, np.arange(tokens.size - 1), tokens[1:])
-                continue
-            for slot in np.flatnonzero((tokens != letters.cls_id) & (tokens != letters.eos_id)):
-                hidden = np.where(np.arange(tokens.size) == slot, letters.mask_id, tokens)
-                yield Request(hidden, np.array([slot]), tokens[[slot]])
+        for number in range(-len(wild_W2), len(wild_N)):
+            wild = number < 0
+            tokens, offset = _tokens(letters, ids, wild_W2[number] if wild else table.span_N2[number])
+            if not wild:
+                here = slice(bounds[number], bounds[number + 1])
+                tokens[table.place_M[here] + offset] = table.new_M[here]
+            request = _each_hidden(letters, tokens) if masked else _each_next(tokens)
+            sizes.append(request.target_M.size)
+            yield request
 
-    values = [v.sum() for v in log_probabilities(model, requests(), slots, device)]
-    sizes = [span[1] - span[0] if masked else 1 for _, span, _ in shown]
-    totals = np.bincount(np.repeat(np.arange(len(shown)), sizes), values)
-    wild = {span: totals[i] for i, span in enumerate(sorted(set(windows)))}
-    return np.array([totals[len(wild) + v] - wild[span] for v, span in enumerate(windows)])
+    logp_M = log_probabilities(model, requests(), slots, device)
+    totals = np.add.reduceat(logp_M, np.cumsum(sizes) - sizes)
+    return totals[len(wild_W2) :] - totals[wild_N]
+
+
+def _each_hidden(letters: Alphabet, tokens: np.ndarray) -> Request:
+    """Every residue of a sequence, hidden alone."""
+    slots = np.flatnonzero((tokens != letters.cls_id) & (tokens != letters.eos_id))
+    versions = np.arange(slots.size)
+    tokens_Cn = np.tile(tokens, (slots.size, 1))
+    tokens_Cn[versions, slots] = letters.mask_id
+    return Request(tokens_Cn, versions, slots, tokens[slots])
+
+
+def _each_next(tokens: np.ndarray) -> Request:
+    """Every token of a sequence after the first."""
+    slots = np.arange(tokens.size - 1)
+    return Request(tokens[None], np.zeros_like(slots), slots, tokens[1:])

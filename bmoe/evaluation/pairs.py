@@ -4,9 +4,11 @@ Two models find the same proteins hard, so the interval of a difference, in whic
 than those of the models would suggest. Perplexities are compared by `perplexity.compare`.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
-from bmoe.evaluation.statistics import bootstrap, spearman
+from bmoe.evaluation.statistics import bootstrap, resampled_spearman
 
 
 def differences(here: dict, there: dict) -> dict[str, dict[str, float]]:
@@ -25,11 +27,8 @@ def _mutations(here: dict, there: dict) -> dict[str, float] | None:
     if a_N2.shape != b_N2.shape or not np.array_equal(a_N2[:, 0], b_N2[:, 0]):
         return None
 
-    def value(drawn_N: np.ndarray) -> float:
-        rows = np.repeat(np.arange(drawn_N.size), drawn_N)
-        return spearman(*a_N2[rows].T) - spearman(*b_N2[rows].T)
-
-    return _with_interval(value, len(a_N2))
+    ours, theirs = resampled_spearman(*a_N2.T), resampled_spearman(*b_N2.T)
+    return _with_interval(lambda drawn_RN: ours(drawn_RN) - theirs(drawn_RN), len(a_N2))
 
 
 def _contacts(here: dict, there: dict) -> dict[str, float] | None:
@@ -52,9 +51,9 @@ def _probe(here: dict, there: dict) -> dict[str, float] | None:
 def _ratio_of_sums(sums_U: np.ndarray, sizes_U: np.ndarray) -> dict[str, float]:
     """Sum over units by their sizes, units without size left out."""
     sums_U, sizes_U = sums_U[sizes_U > 0], sizes_U[sizes_U > 0]
-    return _with_interval(lambda drawn_U: float(drawn_U @ sums_U / (drawn_U @ sizes_U)), sums_U.size)
+    return _with_interval(lambda drawn_RU: drawn_RU @ sums_U / (drawn_RU @ sizes_U), sums_U.size)
 
 
-def _with_interval(value, units: int) -> dict[str, float]:
+def _with_interval(value: Callable[[np.ndarray], np.ndarray], units: int) -> dict[str, float]:
     low, high = bootstrap(units, value)
-    return {"difference": value(np.ones(units, int)), "low": low, "high": high}
+    return {"difference": float(value(np.ones((1, units), int))[0]), "low": low, "high": high}

@@ -66,13 +66,12 @@ class Perplexity:
     def ratio(self, scheme: str) -> dict[str, float]:
         """Perplexity over baseline perplexity, with its 95 % bootstrap interval over sequences."""
         gain_S = self.loss[scheme] - self.baseline[scheme]
-        low, high = bootstrap(self.targets_S.size, lambda drawn: _perplexity(gain_S, self.targets_S, drawn))
+        low, high = _interval(gain_S, self.targets_S)
         return {"ratio": _perplexity(gain_S, self.targets_S), "low": low, "high": high}
 
     def interval(self, scheme: str, rows: np.ndarray | slice = slice(None)) -> tuple[float, float]:
         """95 % bootstrap interval over sequences of the perplexity."""
-        loss_S, targets_S = self.loss[scheme][rows], self.targets_S[rows]
-        return bootstrap(targets_S.size, lambda drawn: _perplexity(loss_S, targets_S, drawn))
+        return _interval(self.loss[scheme][rows], self.targets_S[rows])
 
     def metrics(self) -> dict[str, float]:
         """The validation metrics of metrics.jsonl; `valid_loss` is the mean cross entropy of the training scheme."""
@@ -136,10 +135,14 @@ class Perplexity:
         }  # fmt: skip
 
 
-def _perplexity(nats_S: np.ndarray, targets_S: np.ndarray, weight_S: np.ndarray | None = None) -> float:
-    weight_S = np.ones(targets_S.size) if weight_S is None else weight_S
-    number = float(weight_S @ targets_S)
-    return float(np.exp(weight_S @ nats_S / number)) if number > 0 else float("nan")
+def _perplexity(nats_S: np.ndarray, targets_S: np.ndarray) -> float:
+    number = float(targets_S.sum())
+    return float(np.exp(nats_S.sum() / number)) if number > 0 else float("nan")
+
+
+def _interval(nats_S: np.ndarray, targets_S: np.ndarray) -> tuple[float, float]:
+    """95 % bootstrap interval over sequences of exp(nats / targets)."""
+    return bootstrap(targets_S.size, lambda drawn_RS: np.exp(drawn_RS @ nats_S / (drawn_RS @ targets_S)))
 
 
 def compare(first: Perplexity, second: Perplexity) -> dict[str, dict[str, float]]:
@@ -150,7 +153,7 @@ def compare(first: Perplexity, second: Perplexity) -> dict[str, dict[str, float]
     out = {}
     for scheme in first.schemes:
         gain_S = first.loss[scheme] - second.loss[scheme]
-        low, high = bootstrap(gain_S.size, lambda drawn, gain_S=gain_S: _perplexity(gain_S, first.targets_S, drawn))
+        low, high = _interval(gain_S, first.targets_S)
         out[scheme] = {"ratio": _perplexity(gain_S, first.targets_S), "low": low, "high": high}
     return out
 

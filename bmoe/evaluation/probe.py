@@ -18,7 +18,7 @@ from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import labels as labelling
 from bmoe.evaluation.embeddings import states
-from bmoe.evaluation.forward import wrap
+from bmoe.evaluation.forward import batch_slots, wrap
 from bmoe.evaluation.statistics import bootstrap
 from bmoe.recipe import Recipe
 
@@ -62,7 +62,7 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, table: str | P
 def _features(model: nn.Module, recipe: Recipe, letters: Alphabet, sequences: list[str], device: torch.device) -> list[Tensor]:
     """States of every layer over all residues in order, fp32 [n, D] on the CPU."""
     tokens = (wrap(letters, letters.encode(s.encode("ascii", "replace"))) for s in sequences)
-    collected = [[layer.cpu() for layer in found] for found in states(model, tokens, recipe.data.tokens_per_batch, device)]
+    collected = [[layer.cpu() for layer in found] for found in states(model, tokens, batch_slots(recipe, device), device)]
     return [torch.cat(column) for column in zip(*collected, strict=True)]
 
 
@@ -83,7 +83,7 @@ def _probe(layers: list[Tensor], letter: np.ndarray, owner: np.ndarray, rows: di
     hits, sizes = np.bincount(owner[test], right[best][test]), np.bincount(owner[test])
     sequences = np.flatnonzero(sizes)
     hits, sizes = hits[sequences], sizes[sequences]
-    low, high = bootstrap(sequences.size, lambda drawn: float(drawn @ hits / (drawn @ sizes)))
+    low, high = bootstrap(sequences.size, lambda drawn: drawn @ hits / (drawn @ sizes))
     common = Counter(letter[rows["train"]].tolist()).most_common(1)[0][0]
     return {
         "accuracy": float(right[best][test].mean()), "accuracy_low": low, "accuracy_high": high, "classes": len(classes),

@@ -21,7 +21,7 @@ from bmoe.data.packing import pack
 from bmoe.data.shards import Shards
 from bmoe.errors import RequestError
 from bmoe.evaluation import labels as labelling
-from bmoe.evaluation.forward import packed, routes, wrap
+from bmoe.evaluation.forward import batch_slots, packed, routes, wrap
 from bmoe.evaluation.routing import summary
 from bmoe.evaluation.statistics import SEED
 from bmoe.recipe import Recipe
@@ -71,7 +71,7 @@ def _route(model: nn.Module, sequences: Iterable[np.ndarray], recipe: Recipe, de
     """Chosen experts of every token in order, int64 [L, T, K]."""
     pieces = []
     with torch.no_grad(), routes(model) as chosen:
-        for batch in packed(sequences, recipe.data.tokens_per_batch, device):
+        for batch in packed(sequences, batch_slots(recipe, device), device):
             model(**batch.inputs, select_M=torch.zeros(1, dtype=torch.int64, device=device))
             pieces.append(torch.stack(chosen).cpu())
     return torch.cat(pieces, dim=1).numpy()

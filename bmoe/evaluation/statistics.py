@@ -6,22 +6,28 @@ import numpy as np
 
 REPLICATES = 1000
 SEED = 20  # of all resampling: the same numbers give the same interval
+BLOCK = 2**20  # draws held at a time
 
 
 def resamples(units: int, replicates: int = REPLICATES) -> Iterator[np.ndarray]:
-    """How often each of `units` units is drawn in each bootstrap replicate, int64 [units] with sum `units`."""
+    """How often each of `units` units is drawn in each bootstrap replicate, int64 [R, units] with sums `units`, some replicates at a
+    time."""
     generator = np.random.default_rng(SEED)
-    for _ in range(replicates):
-        yield np.bincount(generator.integers(0, units, units), minlength=units)
+    step = max(BLOCK // units, 1)
+    for first in range(0, replicates, step):
+        rows = min(step, replicates - first)
+        drawn = generator.integers(0, units, (rows, units)) + np.arange(rows)[:, None] * units
+        yield np.bincount(drawn.ravel(), minlength=rows * units).reshape(rows, units)
 
 
-def bootstrap(units: int, statistic: Callable[[np.ndarray], float], replicates: int = REPLICATES) -> tuple[float, float]:
+def bootstrap(units: int, statistic: Callable[[np.ndarray], np.ndarray], replicates: int = REPLICATES) -> tuple[float, float]:
     """95 % percentile interval of a statistic of the resampled units (Efron and Tibshirani 1993).
 
-    `statistic` gets the number of times each unit was drawn; replicates where it is not a number are left out. (nan, nan)
-    for fewer than two units or replicates.
+    `statistic` gets the number of times each unit was drawn, [R, units], and gives [R] values; those that are not a number are left
+    out. (nan, nan) for fewer than two units or replicates.
     """
-    values = np.array([statistic(drawn) for drawn in resamples(units, replicates)]) if units > 1 else np.empty(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = np.concatenate([statistic(drawn) for drawn in resamples(units, replicates)]) if units > 1 else np.empty(0)
     values = values[np.isfinite(values)]
     if values.size < 2:
         return float("nan"), float("nan")
@@ -38,12 +44,27 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Spearman's rank correlation; nan if a side is constant or has fewer than two values."""
-    if a.size < 2:
-        return float("nan")
-    a, b = ranks(a), ranks(b)
-    a, b = a - a.mean(), b - b.mean()
-    scale = np.sqrt((a * a).sum() * (b * b).sum())
-    return float((a * b).sum() / scale) if scale > 0 else float("nan")
+    return float(resampled_spearman(a, b)(np.ones((1, a.size), np.int64))[0])
+
+
+def resampled_spearman(a: np.ndarray, b: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """A statistic for `bootstrap`: Spearman's correlation of the pairs, each taken as often as it was drawn.
+
+    The values are sorted once; a resample's ranks follow from how often each value was drawn.
+    """
+    groups = [np.unique(values, return_inverse=True)[1] for values in (a, b)]
+
+    def ranked(group_N: np.ndarray, drawn_N: np.ndarray) -> np.ndarray:
+        """Ranks less their mean (n + 1) / 2."""
+        counts = np.bincount(group_N, drawn_N)
+        return (np.cumsum(counts) - (counts - 1) / 2.0)[group_N] - (drawn_N.sum() + 1) / 2.0
+
+    def one(drawn_N: np.ndarray) -> float:
+        a_N, b_N = (ranked(group_N, drawn_N) for group_N in groups)
+        scale = np.sqrt((drawn_N @ (a_N * a_N)) * (drawn_N @ (b_N * b_N)))
+        return float(drawn_N @ (a_N * b_N) / scale) if scale > 0 else float("nan")
+
+    return lambda drawn_RN: np.array([one(drawn_N) for drawn_N in drawn_RN.astype(np.float64)])
 
 
 def auc(scores: np.ndarray, positive: np.ndarray) -> float:

@@ -119,6 +119,7 @@ def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, 
     if len(paths) > 1 and (wanted.embed or wanted.scores):
         raise RequestError("--embed and --scores write one model's file: give one RUN with them")
     results, first = [], None
+    intact: set[Path] = set()
     for path in paths:
         model, recipe, letters = load_model(path, device, data)
         if recipe.precision.kind != "fp32":
@@ -132,7 +133,7 @@ def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, 
             if wanted.routing and dense_beside_others:
                 console.note(f"{path} is dense: no routing to look at")
             here = wanted._replace(routing=wanted.routing and not dense_beside_others)
-            held_out = held_out_results(found, model, recipe, here, split, device)
+            held_out = held_out_results(found, model, recipe, here, split, device, intact)
         other_results(found, model, recipe, letters, wanted, device)
         if first is None:
             first = held_out, found
@@ -142,10 +143,15 @@ def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, 
     return results, recipe
 
 
-def held_out_results(found: dict, model: Transformer, recipe: Recipe, wanted: Wanted, split: str, device: torch.device) -> Perplexity:
-    """Add what is measured on a split of the run's data to `found`."""
+def held_out_results(
+    found: dict, model: Transformer, recipe: Recipe, wanted: Wanted, split: str, device: torch.device, intact: set[Path]
+) -> Perplexity:
+    """Add what is measured on a split of the run's data to `found`. `intact`: folders whose split was hashed already, and this one
+    after it."""
     shards = open_split(recipe, shard_folder(recipe), split)
-    shards.check()
+    if (folder := shards.directory.resolve()) not in intact:
+        shards.check()
+        intact.add(folder)
     held_out = perplexity.evaluate(model, shards, recipe, device=device)
     found |= {"split": split, **held_out.results()}
     ending = "" if recipe.objective.kind == "clm" else "_mask"

@@ -11,7 +11,7 @@ import torch
 from bmoe.data.alphabet import alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import contacts
-from bmoe.evaluation.attention_maps import attention_maps
+from bmoe.evaluation.attention_maps import Maps, attention_maps
 from bmoe.evaluation.forward import wrap
 from bmoe.evaluation.structures import Chain
 from bmoe.interop.esm2 import from_esm2
@@ -38,13 +38,18 @@ def test_features_equal_the_contact_head_of_hugging_face():
     model = Transformer(ModelSection.model_validate(section), Vocabulary(33, 1, 32), BackendSection())
     model.load_state_dict(weights, strict=False)
     letters = alphabet("protein")
-    sequences = [wrap(letters, letters.encode(s)) for s in (b"MKTAYIAKQRQISFVKSHF", b"MSIQHFRVAL", b"GGGSLLKKEWYC")]
+    sequences = [wrap(letters, letters.encode(s)) for s in (b"MKTAYIAKQRQISFVKSHF", b"MSIQHFRVAL", b"GGGSLLKKEWYC", b"MKV")]
     regression = theirs.esm.contact_head.regression
-    for tokens, maps in zip(sequences, attention_maps(model.eval(), sequences, 24, CPU), strict=True):
-        i, j = np.indices((len(tokens) - 2,) * 2).reshape(2, -1)
-        ours = contacts.features_at(maps, i, j).view(len(tokens) - 2, len(tokens) - 2, -1)
-        ours = torch.sigmoid(ours @ regression.weight[0] + regression.bias)
-        row = torch.from_numpy(tokens)[None]
+    seen = []
+    for maps in attention_maps(model.eval(), sequences, 30, CPU):
+        pairs = [np.indices((size - 2,) * 2).reshape(2, -1) for size in maps.sizes]
+        parts = contacts.features_at(maps, pairs).split([i.size for i, _ in pairs], dim=1)
+        seen += list(zip(maps.numbers, parts, strict=True))
+    assert sorted(number for number, _ in seen) == [0, 1, 2, 3] and seen[0][1].data_ptr() != seen[1][1].data_ptr()
+    for number, features_AP in seen:
+        row = torch.from_numpy(sequences[number])[None]
+        inner = row.shape[1] - 2
+        ours = torch.sigmoid(regression.weight[0] @ features_AP + regression.bias).view(inner, inner)
         with torch.no_grad():
             expected = theirs.predict_contacts(row, torch.ones_like(row))[0]
         assert ours.std() > 0.01
@@ -54,9 +59,12 @@ def test_features_equal_the_contact_head_of_hugging_face():
 def test_maps_of_a_decoder_look_back_only_and_group_their_heads(make_recipe, make_model, proteins):
     model = make_model(make_recipe("decoder", kv_heads=2))
     tokens = wrap(proteins.alphabet, proteins.sequence(0)[:20])
-    (maps,) = attention_maps(model, [tokens], 64, CPU)
-    assert maps.shape == (12, 22, 22) and torch.equal(maps.triu(1), torch.zeros_like(maps))
-    assert torch.allclose(maps.sum(-1), torch.ones(12, 22), atol=1e-6)
+    (found,) = attention_maps(model, [tokens, tokens[:20]], 64, CPU)
+    maps = found.values_ACnn
+    assert found.numbers == [1, 0] and found.sizes == [20, 22]
+    assert maps.shape == (12, 2, 22, 22) and torch.equal(maps.triu(1), torch.zeros_like(maps))
+    assert torch.allclose(maps.sum(-1), torch.ones(12, 2, 22), atol=1e-6) and not maps[:, 0, :, 20:].any()
+    assert torch.allclose(maps[:, 0, :20, :20], maps[:, 1, :20, :20], atol=1e-6)  # what comes later changes nothing
 
 
 def test_precision_against_a_naive_loop():
@@ -90,11 +98,11 @@ def test_a_model_that_attends_to_contacts_is_found_out(folder, make_recipe, make
     known = {len(c.sequence): c for c in contacts.read_chains(folder)}
 
     def planted(_model, sequences, _slots, _device):
-        for tokens in sequences:
+        for number, tokens in enumerate(sequences):
             n = len(tokens) - 2
-            maps = torch.rand(12, n + 2, n + 2, generator=torch.Generator().manual_seed(n))
-            maps[2, 1:-1, 1:-1] += 2.0 * torch.from_numpy(known[n].contacts()).float()
-            yield maps
+            maps = torch.rand(12, 1, n + 2, n + 2, generator=torch.Generator().manual_seed(n))
+            maps[2, 0, 1:-1, 1:-1] += 2.0 * torch.from_numpy(known[n].contacts()).float()
+            yield Maps([number], [n + 2], maps)
 
     monkeypatch.setattr(contacts, "attention_maps", planted)
     found = contacts.evaluate(model, recipe, letters, folder, CPU)

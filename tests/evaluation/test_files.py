@@ -48,7 +48,9 @@ def test_fasta(tmp_path):
 def test_errors_name_the_file(tmp_path):
     with pytest.raises(RequestError, match="nothing.csv cannot be read"):
         files.read_text(tmp_path / "nothing.csv")
-    for damaged in (gzip.compress(b"a" * 1000)[:-9], b"\x1f\x8bgarbage", b"\xff\xfe\x00", lzma.compress(b"a" * 99)[:-9]):
+    bits = bytearray(gzip.compress(bytes(range(256)) * 9))
+    bits[10] |= 6  # a kind of block that there is not
+    for damaged in (bytes(bits), gzip.compress(b"a" * 1000)[:-9], b"\x1f\x8bgarbage", b"\xff\xfe\x00", lzma.compress(b"a" * 99)[:-9]):
         (tmp_path / "x.csv").write_bytes(damaged)
         with pytest.raises(RequestError, match="x.csv is damaged"):
             files.read_text(tmp_path / "x.csv")

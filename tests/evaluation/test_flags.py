@@ -12,6 +12,7 @@ from bmoe import recipe as recipes
 from bmoe.data.alphabet import alphabet
 from bmoe.data.options import PrepareOptions
 from bmoe.data.prepare import prepare
+from bmoe.data.shards import Shards
 from bmoe.errors import RequestError
 from bmoe.jobs.evaluate import Wanted
 from bmoe.training.checkpoint import Checkpoints
@@ -145,6 +146,17 @@ def test_everything_at_once_has_the_keys_of_the_contract(run, shards):
     for title in ("Held-out sequences", "Mutations", "Contacts", "Secondary structure", "Routing", "Embeddings"):
         assert f">{title}<" in page
     assert "http" not in page.replace("http://www.w3.org", "")  # nothing is loaded from elsewhere
+
+
+def test_a_split_is_hashed_once_for_all_models(run, shards, monkeypatch):
+    run("encoder", "a", data=shards)
+    run("encoder", "b", data=shards)
+    (shards.parent / "same").symlink_to(shards)
+    run("encoder", "c", data=shards.parent / "same")
+    hashed, check = [], Shards.check
+    monkeypatch.setattr(Shards, "check", lambda split: hashed.append(split.split) or check(split))
+    evaluated("a", {}, "b", "c")
+    assert hashed == ["valid"]
 
 
 def test_models_side_by_side(run, shards, capsys):

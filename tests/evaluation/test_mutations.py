@@ -140,3 +140,26 @@ def test_evaluate_reads_a_table_and_writes_scores(setting, tmp_path):
     (tmp_path / "scan.csv").write_text("mutant,y\nM1J,1\nK2A,2\n")
     with pytest.raises(RequestError, match="M1J changes to J"):
         evaluate()
+
+
+@pytest.mark.parametrize("setting", ["encoder"], indirect=True)
+def test_an_unknown_letter_of_the_wild_type_is_one_residue(setting, tmp_path):
+    """J is no letter of the alphabet: the numbers behind it stay those of the sequence."""
+    model, recipe, letters = setting
+    (tmp_path / "wt.fasta").write_text(">x\nMKJAYIAK\n")
+    (tmp_path / "scan.csv").write_text("mutant,y\nY5C,1\nK8A,2\nM1A,3\n")
+    found = mutations.evaluate(model, recipe, letters, tmp_path / "scan.csv", tmp_path / "wt.fasta", None, CPU)
+    assert found["n"] == 3 and found["offset"] == 0
+
+
+@pytest.mark.parametrize("setting", ["encoder"], indirect=True)
+def test_scores_do_not_depend_on_the_order_of_the_table_or_the_batches(setting):
+    model, recipe, letters = setting
+    ids, longer = letters.encode(WILD.encode()), letters.encode((WILD * 20).encode())
+    far = [tuple((place + 16 * k, old, new) for place, old, new in sites) for k in (0, 9, 19) for sites in VARIANTS]
+    for wild, variants in ((ids, VARIANTS), (longer, far)):  # the second in windows
+        for method in ("masked_marginal", "wt_marginal", "pll")[: 3 if wild is ids else 2]:
+            scores = mutations.score(model, recipe, letters, wild, variants, method, CPU)
+            small = recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokens_per_batch": 40})})
+            turned = mutations.score(model, small, letters, wild, variants[::-1], method, CPU)[::-1]
+            assert scores == pytest.approx(turned, rel=1e-4, abs=1e-4)
