@@ -1,6 +1,7 @@
 """All ranks start again when one dies, from the newest checkpoint; what would only happen again is not tried again."""
 
 import importlib.util
+import json
 import os
 import signal
 import threading
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from bmoe import cli
+from bmoe.errors import FaultError, RequestError, RunError
 from bmoe.parallel import launch
+from bmoe.parallel.world import World
 from tests_tiny import tiny
 
 HERE = Path(__file__).parent
@@ -26,10 +29,8 @@ _spec.loader.exec_module(runs)
     [
         ("one is killed", 2, 3, 1, "rank 1 was killed by SIGKILL"),
         ("one crashes", 1, 2, 1, "ZeroDivisionError: a bug of rank 1"),
-        ("one GPU lies", 1, 2, 1, "the weights of rank 1 have drifted"),
         ("one fails", 2, 1, 1, "the disk of rank 1 is full"),
         ("all refuse", 2, 1, 2, "model.width: 3 is not a multiple"),
-        ("memory is short", 2, 1, 1, "no memory on rank 1"),
     ],
 )
 def test_what_may_pass_is_tried_again_as_often_as_allowed(tmp_path, scene, restarts, starts, code, words):
@@ -44,6 +45,26 @@ def test_what_may_pass_is_tried_again_as_often_as_allowed(tmp_path, scene, resta
     assert words in sentence and "\n" not in sentence and ("given up after" in sentence) == (starts > 1)
     assert (tmp_path / "logs" / f"restart-{starts - 1}").exists() == (starts > 1)  # each start keeps its own logs
     assert launch.BEGAN not in os.environ and launch.PIDS not in os.environ
+
+
+@pytest.mark.parametrize(
+    "error, again, code",
+    [
+        (FaultError("the weights of rank 1 have drifted"), True, 1),
+        (ConnectionError("rank 1 is gone"), True, 1),
+        (ZeroDivisionError("a bug"), True, 1),
+        (torch.OutOfMemoryError("no memory on rank 1"), False, 1),
+        (OSError("no such file"), False, 1),
+        (RunError("the gradient was not finite"), False, 1),
+        (RequestError("model.width"), False, 2),
+    ],
+)
+def test_a_rank_leaves_whether_its_end_may_pass(tmp_path, monkeypatch, error, again, code):
+    monkeypatch.setenv(launch.PIDS, str(tmp_path)), monkeypatch.setenv(launch.ERROR_FILE, str(tmp_path / "reason.json"))
+    with pytest.raises(type(error)), launch.rank_of(World(torch.device("cpu"))):
+        raise error
+    left = json.loads((tmp_path / "reason.json").read_text())["message"]
+    assert str(error) in left["message"] and (left["extraInfo"]["again"], left["errorCode"]) == (again, code)
 
 
 def killer(folder: Path) -> None:
