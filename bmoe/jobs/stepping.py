@@ -24,7 +24,7 @@ def step_of(subject: Subject, world: World) -> Take:
         losses = []
         for number, batch in enumerate(batches):
             if stay_gathered:
-                shard.begin_batch(subject.model, last=number == len(batches) - 1)
+                shard.begin_batch(subject.model, number, len(batches))
             losses.append(stepper.backward(batch, totals, jitter_key).loss)
         return torch.stack(losses).sum(), stepper.update(lr)
 

@@ -133,15 +133,11 @@ def has_kernel(x: Tensor) -> bool:
 
 
 class AllToAll:
-    """Rows by torch's uneven all-to-all: NCCL, or gloo on CPUs.
-
-    The rank of a group of one keeps every row: nothing is asked, and nothing waits.
-    """
+    """Rows by torch's uneven all-to-all: NCCL, or gloo on CPUs."""
 
     def __init__(self, experts: int, group: dist.ProcessGroup):
         """experts: those of all ranks together."""
         self.experts, self.group, self.ranks = experts, group, group.size()
-        self.alone = self.ranks == 1
 
     @torch.no_grad()
     def _plan(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Journey:
@@ -150,11 +146,6 @@ class AllToAll:
         order = sort_slots(experts_TK, weights_TK, self.experts, kernel)
         journey = Journey(order, experts_TK.shape[1], kernel)
         sent_We = order.bounds_E1.diff().view(self.ranks, -1)
-        if self.alone:
-            journey.rows = journey.spread(x_TD), order.weight_N
-            journey.sent = journey.received = [experts_TK.numel()]
-            journey.expert_M = _experts_of_rows(sent_We, experts_TK.numel())
-            return journey
         received_We = torch.empty_like(sent_We)
         wait(dist.all_to_all_single(received_We, sent_We, group=self.group, async_op=True), "all_to_all_single")
         numbers = torch.stack([sent_We.sum(1), received_We.sum(1)]).to("cpu", non_blocking=True)
@@ -170,8 +161,6 @@ class AllToAll:
 
     def start(self, rows: tuple[Tensor, ...], going: list[int], coming: list[int]) -> tuple[tuple[Tensor, ...], list[dist.Work]]:
         """(where rows will be, the collectives to wait for)."""
-        if self.alone:
-            return rows, []
         out = tuple(part.new_empty(sum(coming), *part.shape[1:]) for part in rows)
         pairs = zip(out, rows, strict=True)
         return out, [dist.all_to_all_single(a, b.contiguous(), coming, going, group=self.group, async_op=True) for a, b in pairs]
@@ -190,11 +179,9 @@ class AllToAll:
 
 
 def _experts_of_rows(counts_We: Tensor, rows: int) -> Tensor:
-    """This rank's expert of each received row, int64 [rows]; e behind the rows that the counts know of."""
+    """This rank's expert of each received row, int64 [rows]; counts_We: rows from each rank for each expert."""
     ends = counts_We.flatten().cumsum(0)
-    number = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
-    experts = counts_We.shape[1]
-    return torch.where(number < ends.numel(), number % experts, experts)
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True) % counts_We.shape[1]
 
 
 class _Depart(torch.autograd.Function):

@@ -4,6 +4,9 @@
 2. FSDP2 shards each block's matrices over data_shard x expert, and each rank's experts over data_shard; with replicas, both
    as HSDP. A unit is a block, its experts where they have a mesh of their own (expert parallelism), or the root (embedding
    and head): few, because each takes time of the host, and one inside a block cuts its compiled graph.
+   A mesh of one rank gets no units: nothing there is to be gathered or summed, and FSDP2 would copy every weight and gradient
+   once a step for it. So the experts of a rank that shares them with no other (data_replicate = data_shard = 1) live as on
+   one GPU: rounded to bf16 with split masters, their gradients summed in fp32 by the optimizer.
 3. Vectors and the router stay whole and fp32 on every rank: they are below 0.1 % of the parameters, and FSDP2 gathers one
    unit in one dtype. The optimizer sums their gradients once a step.
 
@@ -28,13 +31,19 @@ from bmoe.recipe import Recipe
 
 
 def apply(
-    model: nn.Module, world: World, recipe: Recipe, whole: Callable[[str, Tensor], bool], initial: Callable[[str, torch.Size], Tensor]
+    model: nn.Module,
+    world: World,
+    recipe: Recipe,
+    whole: Callable[[str, Tensor], bool],
+    initial: Callable[[str, torch.Size], Tensor],
+    lone: bool = False,
 ) -> None:
     """Spread `model` (fp32 or fp64, the same on every rank) over `world.mesh`, in place. Collective.
 
     whole: (name, parameter) -> whether it stays whole on every rank. initial: (name, shape) -> value of a parameter that is
     on the meta device: a model built there never exists as a whole, but a block at a time. The forward pass computes in bf16
-    unless the recipe's precision is fp32; gradients are reduced in fp32 and kept in the dtype of the parameters given.
+    unless the recipe's precision is fp32; gradients are reduced in fp32 and kept in the dtype of the parameters given. The
+    optimizer rounds what is in no unit. lone: units on meshes of one rank too, to measure FSDP2 where there is one GPU.
     """
     mesh, low = world.mesh, recipe.precision.kind != "fp32"
     policy = MixedPrecisionPolicy(
@@ -42,13 +51,16 @@ def apply(
     )
 
     def unit(module: nn.Module, ranks: DeviceMesh, placement: Callable[[nn.Parameter], Shard] | None = None) -> None:
-        kept = {p for name, p in model.named_parameters() if whole(name, p)}
+        if ranks.size() == 1 and not lone:
+            alone.update(module.parameters())
+            return
+        kept = alone | {p for name, p in model.named_parameters() if whole(name, p)}
         fully_shard(module, mesh=ranks, mp_policy=policy, shard_placement_fn=placement, ignored_params=kept)
         if ranks.size() > 1:  # FSDP2 takes the mean otherwise; alone a factor of 1 would only cost a pass over the gradients
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
-    even = _evenly(mesh)
+    even, alone = _evenly(mesh), set[nn.Parameter]()
     for number, block in enumerate(model.blocks):
         _materialise(block, f"blocks.{number}.", world.device, initial)
         if block.is_moe and recipe.parallel.expert > 1:
@@ -76,14 +88,17 @@ def fits_gathered(model: nn.Module, recipe: Recipe, device: torch.device) -> boo
     """Whether a rank may keep its units' gathered weights and unreduced gradients (fp32) for a whole optimizer step: they
     take at most a quarter of a GPU, or 2 GiB of host memory. The same on every rank of equal machines."""
     weight = 4 if recipe.precision.kind == "fp32" else 2
-    needed = sum(p.numel() for p in model.parameters()) * (weight + 4)  # numel of a DTensor is that of the gathered parameter
+    gathered = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))  # numel of a DTensor is that of the whole
+    needed = gathered * (weight + 4)
     memory = torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 2**31
     return needed <= memory
 
 
-def begin_batch(model: nn.Module, last: bool) -> None:
-    """Before a batch of a step whose units stay gathered: weights travel once a step, and gradients with its last batch."""
-    if isinstance(model, FSDPModule):
+def begin_batch(model: nn.Module, number: int, batches: int) -> None:
+    """Before each of the batches of a step whose units stay gathered, counted from 0: weights travel once a step, and
+    gradients with its last batch."""
+    last = number == batches - 1
+    if isinstance(model, FSDPModule) and (number == 0 or last):  # each call walks through all modules
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(last)
         model.set_requires_gradient_sync(last)
@@ -119,17 +134,24 @@ def _evenly(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
     return placement
 
 
+def parts(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters of which a rank holds a part only: FSDP2's, and those of experts that ranks share."""
+    shared = {id(p) for layer in model.modules() if isinstance(layer, ExpertParallel) for p in layer.experts.parameters()}
+    return frozenset(name for name, p in model.named_parameters() if isinstance(p, DTensor) or id(p) in shared)
+
+
 def canonical(model: nn.Module, name: str, value: Tensor) -> Tensor:
     """`value`, this rank's part of something shaped as the parameter `name`, as a DTensor of the whole: [experts, ...] for
     experts, whatever the layout. A parameter that lives whole on every rank gives `value` itself."""
     parameter = model.get_parameter(name)
-    if not isinstance(parameter, DTensor):
-        return value
     owner = model.get_submodule(name.split(".experts.")[0]) if ".experts." in name else None
     if not isinstance(owner, ExpertParallel):
+        if not isinstance(parameter, DTensor):
+            return value
         return DTensor.from_local(
             value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride(), run_check=False
         )
     shape = torch.Size([owner.total, *parameter.shape[1:]])
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(value, owner.mesh, (Shard(0), parameter.placements[-1]), shape=shape, stride=stride, run_check=False)
+    within = parameter.placements[-1] if isinstance(parameter, DTensor) else Shard(0)  # over data_shard
+    return DTensor.from_local(value, owner.mesh, (Shard(0), within), shape=shape, stride=stride, run_check=False)

@@ -43,8 +43,8 @@ def check_replicas(model: nn.Module, optimizer: AdamW, step: int, position: tupl
     if world.size == 1:
         return
     parameters = optimizer.parameters  # the model's own may be gathered at the moment
-    whole = [p.data for p in parameters.values() if not hasattr(p, "to_local")] + list(model.buffers())
-    parts = [optimizer.master(name) for name, p in parameters.items() if hasattr(p, "to_local")]
+    whole = [p.data for name, p in parameters.items() if name not in optimizer.parts] + list(model.buffers())
+    parts = [optimizer.master(name) for name in parameters if name in optimizer.parts]
     place = torch.tensor([step, *position, data], device=world.device)
     mine = torch.cat([torch.stack([checksum(whole).to(world.device), checksum(parts).to(world.device)]), place])
     table = mine.new_zeros(world.size, mine.numel())

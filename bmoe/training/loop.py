@@ -129,7 +129,7 @@ class Trainer:
         sums: StepSums | None = None
         for number, batch in enumerate(batches):
             if self.stay_gathered:
-                shard.begin_batch(self.model, last=number == len(batches) - 1)
+                shard.begin_batch(self.model, number, len(batches))
             part = self.stepper.backward(batch, totals, self._jitter_key(step, number))
             sums = part if sums is None else sums + part
         before = self.optimizer.skipped.clone() if self._bias_rate else None

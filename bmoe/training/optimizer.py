@@ -50,7 +50,8 @@ class AdamW:
         section: the recipe's optimizer section.
         accumulate: whether several backward passes make one step.
         masters: fp32 values of the bf16 parameters before they were rounded.
-        reduce: sums a 0-dim tensor over the ranks that share the sharded (DTensor) parameters (identity for one process).
+        parts: names of the parameters of which this rank holds a part only.
+        reduce: sums a 0-dim tensor over the ranks that together hold those (identity for one process).
         sum_whole: sums gradients over all ranks in place, for the parameters that are whole on every rank.
     """
 
@@ -60,10 +61,11 @@ class AdamW:
         section: OptimizerSection,
         accumulate: bool = False,
         masters: dict[str, Tensor] | None = None,
+        parts: frozenset[str] = frozenset(),
         reduce: Callable[[Tensor], Tensor] = lambda x: x,
         sum_whole: Callable[[list[Tensor]], None] = lambda gradients: None,
     ):
-        self.section, self.accumulate, self.reduce, self.sum_whole = section, accumulate, reduce, sum_whole
+        self.section, self.accumulate, self.parts, self.reduce, self.sum_whole = section, accumulate, parts, reduce, sum_whole
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.low: dict[str, Tensor] = {}
         self.m: dict[str, Tensor] = {}
@@ -97,7 +99,7 @@ class AdamW:
         from bmoe.kernels.adamw_triton import Fused  # imported here: it needs triton
 
         tensors = [self._tensors(name, self.sums.get(name, local(p.data))) for name, p in self.parameters.items()]
-        sharded = [hasattr(p, "to_local") for p in self.parameters.values()]
+        sharded = [name in self.parts for name in self.parameters]
         return Fused(tensors, [self._decay(name) for name in self.parameters], sharded, clear=self.accumulate)
 
     def _tensors(self, name: str, gradient: Tensor) -> Tensors:
@@ -127,13 +129,13 @@ class AdamW:
 
     def global_norm(self) -> Tensor:
         """L2 norm of the whole gradient, fp32 or fp64 [] on the device, equal on every rank."""
-        sharded = [name for name, p in self.parameters.items() if hasattr(p, "to_local")]
         if self.fused:
             self.locate()
-            of_sharded, of_whole = self.fused.squares()
-            return (self.reduce(of_sharded) + of_whole if sharded else of_whole).sqrt()
-        whole = [name for name, p in self.parameters.items() if not hasattr(p, "to_local")]
-        squares = [self.reduce(_sum_of_squares([self.gradient(name) for name in sharded]))] if sharded else []
+            of_parts, of_whole = self.fused.squares()
+            return (self.reduce(of_parts) + of_whole if self.parts else of_whole).sqrt()
+        parts = [name for name in self.parameters if name in self.parts]
+        whole = [name for name in self.parameters if name not in self.parts]
+        squares = [self.reduce(_sum_of_squares([self.gradient(name) for name in parts]))] if parts else []
         squares += [_sum_of_squares([self.gradient(name) for name in whole])] if whole else []
         return sum(squares).sqrt()
 
@@ -177,7 +179,7 @@ class AdamW:
         All that changes from step to step is read on the device, so that a CUDA graph of this can be replayed.
         """
         s = self.section
-        self.sum_whole([self.gradient(name) for name, p in self.parameters.items() if not hasattr(p, "to_local")])
+        self.sum_whole([self.gradient(name) for name in self.parameters if name not in self.parts])
         norm = self.global_norm()
         counters = (self.attempted, self.skipped, self.skipped_in_a_row)
         if self.fused:

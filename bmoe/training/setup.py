@@ -6,6 +6,7 @@ and the router stay fp32.
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
@@ -162,18 +163,17 @@ def distribute(model: Transformer, recipe: Recipe, world: World) -> None:
             model.blocks[index].ffn.router.selection_bias.zero_()
 
 
-def to_compute_dtype(model: nn.Module) -> None:
-    """Make matrices bf16 in place; see `stays_wide`."""
-    for name, parameter in model.named_parameters():
-        if not stays_wide(name, parameter):
-            parameter.data = parameter.data.to(torch.bfloat16)
+def to_compute_dtype(model: nn.Module) -> dict[str, Tensor]:
+    """Make matrices bf16 in place, but those in units of FSDP2, which rounds them itself; see `stays_wide`. Returns what they
+    were, by name."""
+    before = {name: p.data for name, p in model.named_parameters() if not stays_wide(name, p) and not isinstance(p, DTensor)}
+    for name, value in before.items():
+        model.get_parameter(name).data = value.to(torch.bfloat16)
+    return before
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe, world: World) -> AdamW:
     """The optimizer of a fp32 model; rounds the model's matrices to bf16 if the precision says so."""
-    masters = None
-    if recipe.precision.kind != "fp32" and world.size == 1:
-        masters = {name: p.data for name, p in model.named_parameters() if not stays_wide(name, p)}
-        to_compute_dtype(model)
+    masters = None if recipe.precision.kind == "fp32" else to_compute_dtype(model)
     per_rank = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world.size)
-    return AdamW(model.named_parameters(), recipe.optimizer, per_rank > 1, masters, world.sum_shards, world.sum_all)
+    return AdamW(model.named_parameters(), recipe.optimizer, per_rank > 1, masters, shard.parts(model), world.sum_shards, world.sum_all)

@@ -106,9 +106,23 @@ def make_recipe(
     )
 
 
+class Home:
+    """The transport of a rank that has all experts: every row is where it should be."""
+
+    def depart(self, x_TD, experts_TK, weights_TK):
+        return x_TD, experts_TK, weights_TK
+
+    def arrive(self, journey):
+        return journey
+
+    def bring_back(self, out_MD, journey):
+        return out_MD
+
+
 def make_trainer(way: str, recipe: recipes.Recipe, one_rank: World, folder: Path, compiled: bool) -> Trainer:
-    """way: plain, fsdp, expert (FSDP2 with the dispatch of expert parallelism in every MoE layer), or wire: the same, and its rows
-    go through NCCL although they stay where they are, after the host has read how many there are."""
+    """way: plain, as one GPU is trained on; fsdp: FSDP2 all the same, which `shard.apply` spares a mesh of one rank; expert: with
+    the layer of expert parallelism around the experts too, and rows that stay; wire: the same, and rows go through NCCL to where
+    they are already, after the host has read how many there are."""
     world = World(one_rank.device) if way == "plain" else one_rank
     recipe, _ = setup.resolve(recipe, world)
     model = setup.build_model(recipe, alphabet("protein"), world.device)
@@ -118,11 +132,10 @@ def make_trainer(way: str, recipe: recipes.Recipe, one_rank: World, folder: Path
         for block in model.blocks:
             if way != "fsdp":
                 block.ffn = shard.expert_parallel(block.ffn, world.mesh)
-            if way == "wire":
-                block.ffn.transport.alone = False
-        shard.apply(model, world, recipe, setup.lives_whole, lambda name, shape: torch.empty(shape))
-        accumulate = recipe.training.tokens_per_step > recipe.data.tokens_per_batch
-        optimizer = setup.AdamW(model.named_parameters(), recipe.optimizer, accumulate, None, world.sum_shards, world.sum_all)
+            if way == "expert":
+                block.ffn.transport = Home()
+        shard.apply(model, world, recipe, setup.lives_whole, lambda name, shape: torch.empty(shape), lone=True)
+        optimizer = setup.build_optimizer(model, recipe, world)
     for block in model.blocks if compiled else ():
         block.compile()
     model.train()

@@ -121,6 +121,13 @@ def gradients(model, optimizer: AdamW) -> dict[str, np.ndarray]:
     return whole({name: state.canonical(model, name, optimizer.gradient(name)) for name in optimizer.parameters})
 
 
+def units(rank: int, size: int, layout: tuple[int, int, int], **sections) -> tuple[list[str], dict[str, tuple[str, bool]]]:
+    """Names of the modules that are units of FSDP2; of each matrix its dtype between steps, and whether it has a split master."""
+    _, model, optimizer = build(rank, size, make_recipe(layout, **sections), torch.float32)
+    found = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return found, {name: (str(p.dtype), name in optimizer.low) for name, p in optimizer.parameters.items() if not setup.stays_wide(name, p)}
+
+
 class _Quiet:
     def record(self, record: dict) -> None: ...
     def note(self, text: str) -> None: ...
