@@ -16,8 +16,19 @@ from bmoe import __version__, console
 from bmoe.errors import RequestError, RunError
 from bmoe.recipe import RecipeError
 
+class Commands(typer.core.TyperGroup):
+    """The commands; typer would end silently on Ctrl-C, and `explain` has a sentence for it."""
+
+    def invoke(self, context: typer.Context) -> object:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
+
 app = typer.Typer(
     name="bmoe",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
