@@ -16,6 +16,7 @@ from bmoe import __version__, console
 from bmoe.errors import RequestError, RunError
 from bmoe.recipe import RecipeError
 
+
 class Commands(typer.core.TyperGroup):
     """The commands; typer would end silently on Ctrl-C, and `explain` has a sentence for it."""
 
