@@ -12,10 +12,11 @@ The recipe that trains with it has three more parts, and all are here:
 - Both inputs of the weight gradient are rotated first, 16 rows at a time, by H = S_16 H_16 / 4 (random Hadamard transform; H H^T is
   the identity, so the product is the same), which spreads outliers. The signs S_16 are fixed.
 
-Sources: Transformer Engine 2.20, docs/features/low_precision_training/nvfp4, and the order of operations of its kernels
-(common/cast/nvfp4/core_nvfp4.cuh) and of its Python reference (pytorch/custom_recipes/quantization_ref_nvfp4.py), with which it
-tests them; NVIDIA 2025, "Pretraining large language models with NVFP4" (arXiv:2509.25149). A tensor without range (amax 0 or Inf)
-has S = 1; NaN counts in no maximum and becomes +6, as in CUDA's conversion (cuda_fp4.h). Not compared with hardware.
+Sources: Transformer Engine's repository in 2026, docs/features/low_precision_training/nvfp4, and the order of operations of its kernels
+(common/cast/nvfp4/core_nvfp4.cuh) and of the Python reference that it tests them with (pytorch/custom_recipes/quantization_ref_nvfp4.py;
+that of 2025 computed (blockmax / 6) x S, which decides some ties of s otherwise); NVIDIA 2025, "Pretraining large language models with
+NVFP4" (arXiv:2509.25149). A tensor without range (amax 0 or Inf) has S = 1; NaN counts in no maximum and becomes +6, as in CUDA's
+conversion (cuda_fp4.h). Not compared with hardware.
 """
 
 import torch
