@@ -93,6 +93,8 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
         for split in (shards, valid):
             split.check_in_background()
     note = console.note if world.rank == 0 else lambda text: None
+    if "parallel.expert" in reasons:
+        note(f"rows travel to their experts by {reasons['parallel.expert']}")
     newest = checkpoint.resume_point(folder, world, note) if resume else None
     model, optimizer = build(resolved, shards.alphabet, world, fresh=newest is None)
     progress = state.load_state(newest, model, optimizer, checked=True) if newest else state.Progress()

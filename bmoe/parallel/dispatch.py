@@ -28,23 +28,38 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmoe.parallel.world import wait
 
-TE_NEEDS_NCCL = (2, 30, 4)
-"""NCCL of Transformer Engine's expert parallelism (its documentation, 2.17 and later)."""
+TE_NEEDS_NCCL, TE_NEEDS_CAPABILITY, TE_NEEDS_VERSION = (2, 30, 4), (9, 0), (2, 17)
+"""Of Transformer Engine's expert parallelism: NCCL and compute capability as `ep_bootstrap` and its backend check them in 2.20, and
+the first version that has it."""
 
 
-def why_torch_exchanges(device: torch.device) -> str:
-    """Why rows travel by torch's all-to-all and not by Transformer Engine's NCCL expert parallelism, in words."""
+def why_torch_exchanges(device: torch.device, low: bool) -> str:
+    """Why rows travel by torch's all-to-all and not by Transformer Engine's NCCL expert parallelism, in words: all that it lacks.
+
+    low: rows are bf16. What else it needs, a group of two ranks that divides the experts, holds wherever rows travel.
+    """
     if device.type != "cuda":
         return "torch's all-to-all over gloo: Transformer Engine's exchange needs GPUs"
-    nccl = torch.cuda.nccl.version()
-    if nccl < TE_NEEDS_NCCL:
-        have, need = (".".join(map(str, version)) for version in (nccl, TE_NEEDS_NCCL))
-        return f"torch's all-to-all: Transformer Engine's exchange needs NCCL {need}, and this is {have}"
+    lacking = []
+    if not low:
+        lacking.append("rows in bf16, and precision.kind is fp32")
+    if (capability := torch.cuda.get_device_capability(device)) < TE_NEEDS_CAPABILITY:
+        lacking.append(f"compute capability {_dotted(TE_NEEDS_CAPABILITY)}, and this GPU has {_dotted(capability)}")
+    if (nccl := torch.cuda.nccl.version()[:3]) < TE_NEEDS_NCCL:
+        lacking.append(f"NCCL {_dotted(TE_NEEDS_NCCL)}, and this is {_dotted(nccl)}")
     try:
-        importlib.metadata.version("transformer-engine-torch")
+        version = importlib.metadata.version("transformer-engine-torch")
+        if tuple(int(number) for number in version.split(".")[:2]) < TE_NEEDS_VERSION:
+            lacking.append(f"Transformer Engine {_dotted(TE_NEEDS_VERSION)}, and this is {version}")
     except importlib.metadata.PackageNotFoundError:
-        return "torch's all-to-all: Transformer Engine is not installed"
-    return "torch's all-to-all: Transformer Engine's exchange could be had, but has never been run with bmoe"
+        lacking.append("Transformer Engine, which is not installed")
+    if lacking:
+        return f"torch's all-to-all: Transformer Engine's exchange needs {'; '.join(lacking)}"
+    return "torch's all-to-all: what Transformer Engine's exchange needs is here, but bmoe has never been run with it"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 class Transport(Protocol):

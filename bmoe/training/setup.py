@@ -66,7 +66,7 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
         compiled = cuda
         reasons["backend.compile"] = "auto: pays on GPUs" if cuda else "auto: compiling costs more than it saves on CPUs"
     if parallel.expert > 1:
-        reasons["parallel.expert"] = why_torch_exchanges(world.device)
+        reasons["parallel.expert"] = why_torch_exchanges(world.device, low)
     graphs, hindrance = backend.graphs, why_no_graphs(recipe, world, experts, attention)
     if graphs == "auto":
         graphs = hindrance is None

@@ -1,5 +1,7 @@
 """The way of rows to their experts and back: extreme routings, another transport, and the GPU's passes against plain torch."""
 
+import importlib.metadata
+
 import pytest
 import torch
 
@@ -51,9 +53,24 @@ def test_rows_know_their_expert():
     assert dispatch._experts_of_rows(torch.zeros(2, 2, dtype=torch.int32), 0).tolist() == []
 
 
-def test_the_reason_for_the_transport_names_what_is_missing(monkeypatch):
-    assert "gloo" in dispatch.why_torch_exchanges(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    assert "needs NCCL 2.30.4, and this is 2.28.9" in dispatch.why_torch_exchanges(torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 4))
-    assert "NCCL 2.30.4," not in dispatch.why_torch_exchanges(torch.device("cuda"))
+def test_the_reason_for_the_transport_names_all_that_is_missing(monkeypatch):
+    """Transformer Engine 2.20: `_MIN_NCCL_VERSION` of pytorch/ep.py, SM 90 of common/ep/ep_backend.cpp, bf16 rows (`_require_bf16`)."""
+
+    def why(nccl=(2, 30, 4), capability=(9, 0), version="2.20.2", low=True) -> str:
+        def installed(name: str) -> str:
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(importlib.metadata, "version", installed)
+        return dispatch.why_torch_exchanges(torch.device("cuda"), low)
+
+    assert "gloo" in dispatch.why_torch_exchanges(torch.device("cpu"), True)
+    needs = "torch's all-to-all: Transformer Engine's exchange needs "
+    assert why() == why(nccl=(2, 31, 0, "beta"), capability=(10, 0)) and "never been run" in why()
+    assert why(nccl=(2, 28, 9)) == needs + "NCCL 2.30.4, and this is 2.28.9"
+    assert why(capability=(8, 9)) == needs + "compute capability 9.0, and this GPU has 8.9"
+    assert why(version="2.9.0") == needs + "Transformer Engine 2.17, and this is 2.9.0"
+    assert why(version=None, low=False) == needs + "rows in bf16, and precision.kind is fp32; Transformer Engine, which is not installed"
