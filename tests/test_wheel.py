@@ -55,7 +55,9 @@ def test_three_lines_from_an_empty_folder(installed, tmp_path):
     assert "ships with bmoe" in second.stderr
     assert (tmp_path / "runs" / "esm2_moe" / "report.html").is_file()
 
-    third = bmoe(installed, tmp_path, "profile", "--precision", "mxfp8", "--json", "profile.json")
+    narrow = ("model.layers=2", "model.width=64", "model.heads=2", "model.moe.expert_width=32")
+    sets = [part for value in narrow for part in ("--set", value)]
+    third = bmoe(installed, tmp_path, "profile", "--precision", "mxfp8", "--json", "profile.json", *sets)
     assert third.returncode == 0, third.stderr
     results = json.loads((tmp_path / "profile.json").read_text())["results"]
     assert results["unmet_conditions"] and results["emulated"] and "b200" in results["predicted"]
