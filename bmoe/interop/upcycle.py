@@ -10,9 +10,11 @@ Legend: D width, F dense feed-forward width, E experts, K top-k, g = F / expert_
   each, which a factor g on the pieces' `down` makes up for.
 
 Chosen weights sum to 1 if they are normalised, or if the scores are a softmax and every expert is chosen. A shared expert
-starts with down = 0. The first `dense_layers` layers stay as they are. Router rows: the seed's initial values.
+starts with down = 0. The first `dense_layers` layers stay as they are. Router rows: the seed's initial values, which `balance`
+may change.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,10 +27,17 @@ from bmoe.model.transformer import initial_value
 from bmoe.recipe import ModelSection
 
 
-def initial_weights(directory: str | Path, model: ModelSection, vocabulary: int, seed: int) -> dict[str, Tensor]:
+def initial_weights(
+    directory: str | Path,
+    model: ModelSection,
+    vocabulary: int,
+    seed: int,
+    balance: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: {},
+) -> dict[str, Tensor]:
     """Canonical weights for `model` from a folder: as they are, or upcycled if the folder is dense and `model` is not.
 
-    Raises RequestError that names every key in which the folder's model differs.
+    `balance` gets upcycled weights and gives those of the routers anew. Raises RequestError that names every key in which the
+    folder's model differs.
     """
     weights, keys = load_pretrained(directory)
     source = ModelSection(**keys)
@@ -44,7 +53,10 @@ def initial_weights(directory: str | Path, model: ModelSection, vocabulary: int,
         raise RequestError(
             f"model.init_noise: {directory} has experts already, and noise is for those made from a dense model; leave it out"
         )
-    return upcycle(weights, model, seed, model.init_noise) if upcycling else weights
+    if not upcycling:
+        return weights
+    weights = upcycle(weights, model, seed, model.init_noise)
+    return weights | balance(weights)
 
 
 def upcycle(weights: dict[str, Tensor], model: ModelSection, seed: int, noise: float = 0.0) -> dict[str, Tensor]:

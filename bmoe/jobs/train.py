@@ -9,12 +9,16 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
 from bmoe import console
 from bmoe import recipe as recipes
 from bmoe.data.alphabet import Alphabet
+from bmoe.data.loader import validation_batches
+from bmoe.data.shards import Shards
 from bmoe.errors import RequestError
 from bmoe.evaluation import perplexity, routing
+from bmoe.interop.balance import balanced_routers
 from bmoe.interop.upcycle import initial_weights
 from bmoe.jobs.common import ensure_data, open_split
 from bmoe.model import counts
@@ -33,6 +37,7 @@ from bmoe.training.tracking import Trackers
 
 RECIPE, RECIPE_PARTIAL = "recipe.yaml", "recipe.partial"  # of a run; the second is left by a kill in the first moment
 RESUMABLE = ("training.steps", "logging.", "checkpoint.", "parallel.", "backend.", "data.path")  # may differ on --resume
+BALANCE_SLOTS = 8192  # of the batches on which the routers of an upcycled model are balanced
 
 
 @contextmanager
@@ -96,7 +101,7 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     if "parallel.expert" in reasons:
         note(f"rows travel to their experts by {reasons['parallel.expert']}")
     newest = checkpoint.resume_point(folder, world, note) if resume else None
-    model, optimizer = build(resolved, shards.alphabet, world, fresh=newest is None)
+    model, optimizer = build(resolved, shards.alphabet, world, fresh=newest is None, shards=shards)
     progress = state.load_state(newest, model, optimizer, checked=True) if newest else state.Progress()
     if world.rank == 0:
         log = MetricsLog(folder / "metrics.jsonl")
@@ -163,16 +168,24 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": data, "model": model})
 
 
-def build(resolved: Recipe, letters: Alphabet, world: World, fresh: bool = True) -> tuple[Transformer, AdamW]:
+def build(resolved: Recipe, letters: Alphabet, world: World, fresh: bool = True, shards: Shards | None = None) -> tuple[Transformer, AdamW]:
     """Model and optimizer of a resolved recipe on `world`: filled, emulated, spread over the ranks, compiled, as it says.
 
-    A model that is not `fresh` gets its weights from a checkpoint afterwards, and `model.init_from` is not read.
+    A model that is not `fresh` gets its weights from a checkpoint afterwards, and `model.init_from` is not read. Where it upcycles a
+    dense model, the first batches of `shards` tell what spreads the load over the experts.
     """
+
+    def balance(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        if shards is None:
+            return {}
+        batches = (batch.model_inputs() for batch in validation_batches(shards, resolved, BALANCE_SLOTS))
+        return on_first(world, lambda: balanced_routers(weights, resolved.model, setup.vocabulary(letters), batches))
+
     imported = fresh and resolved.model.init_from
     several = world.size > 1 and not imported  # then `distribute` fills it block by block, in its final place
     model = setup.build_model(resolved, letters, torch.device("meta") if several else world.device)
     if imported:
-        weights = initial_weights(imported, resolved.model, letters.size, resolved.seed)
+        weights = initial_weights(imported, resolved.model, letters.size, resolved.seed, balance)
         model.load_state_dict(weights)
     if resolved.precision.emulate:
         emulate(model, resolved.precision)

@@ -48,6 +48,11 @@ def test_out_and_back_and_upcycled(tmp_path, monkeypatch, capsys):
             key = f"valid_perplexity_{scheme}"
             assert found[key] == pytest.approx(dense[key], rel=1e-5) and abs(start[key] / dense[key] - 1) > 0.01
 
+    many = "model.moe={experts: 32, top_k: 2, expert_width: 32}"
+    first = trained("many", *STANDSTILL, "model.init_from=folder", many, "model.ffn_width=null", "data.tokens_per_batch=2048",
+                    "training.tokens_per_step=2048")  # fmt: skip
+    assert first["dead_experts"] == [0, 0] and max(first["load_max_over_mean"]) < 3  # the seed's routers: over 5, and dead ones
+
     assert run("export", "moe", "--to", "moe_folder", "--verify") == 0
     weights, keys = load_pretrained("moe_folder")
     assert keys["moe"]["experts"] == 4 and weights["blocks.0.ffn.experts.down"].shape == (4, 32, 16)
