@@ -31,7 +31,7 @@ class Write(NamedTuple):
     headers: int
 
 
-class Plan(NamedTuple):
+class Decision(NamedTuple):
     """What happens with a batch: where sequences go, and which duplicates the log names (their numbers)."""
 
     writes: list[Write]
@@ -60,12 +60,12 @@ class Bulk:
         self._hashing: deque[Future] = deque()
         self.digests: dict[str, Digest] = {}
 
-    def write(self, batch: Batch, plan: Plan, read: Read) -> None:
-        """Store what the plan keeps. OSError where the disk does not take it."""
+    def write(self, batch: Batch, decision: Decision, read: Read) -> None:
+        """Store what the decision keeps. OSError where the disk does not take it."""
         item = batch.tokens.itemsize
         tokens = Text(batch.tokens.view(np.uint8), batch.start, batch.end)
         parts = []  # (name, texts, those to write, bytes of one of their letters, offset in the file and size, type of tokens)
-        for write in plan.writes:
+        for write in decision.writes:
             place = write.tokens_at * item, write.tokens * item
             parts.append((f"{write.shard}.tokens", tokens, write.rows, item, *place, batch.tokens.dtype.type))
             if batch.summary.header_length is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bmoe.data.bulk import PARTIAL, Plan, Write
+from bmoe.data.bulk import PARTIAL, Decision, Write
 from bmoe.data.compiled import compiled
 from bmoe.data.hashset import HashSet
 from bmoe.data.lengths import Lengths
@@ -64,7 +64,7 @@ class Ledger:
 
     # deciding -----------------------------------------------------------------------------------------------------------
 
-    def decide(self, summary: Summary) -> Plan:
+    def decide(self, summary: Summary) -> Decision:
         """Take a batch in: which of its sequences are new, and where they are stored."""
         totals = self.totals
         totals.records_read += summary.records
@@ -89,7 +89,7 @@ class Ledger:
         for split, (begin, end) in enumerate(pairwise(bounds[:-1].tolist())):
             if begin < end:
                 writes.extend(self._place(split, kept[begin:end], ends[:, begin:end], summary))
-        return Plan(writes, to_note)
+        return Decision(writes, to_note)
 
     def _count_duplicates(self, summary: Summary, new: np.ndarray, duplicates: int) -> None:
         """A record is a duplicate when all its sequences are; duplicate parts of other records are counted apart."""

@@ -215,10 +215,10 @@ class Run:
         self.disk = task.disk
         if not self.text:
             self.first = time.monotonic()
-        plan = self.ledger.decide(summary)
+        decision = self.ledger.decide(summary)
         self.ledger.identifiers(summary, task.source, self.line)
         self.places.append((self._name(task.source), self.line, summary.notes))
-        workers.apply(plan)
+        workers.apply(decision)
         self._log(workers.written())
         self.line += summary.lines
         self.text += max(summary.end - self.offset, 0)

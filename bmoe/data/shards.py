@@ -46,8 +46,10 @@ def read_manifest(directory: str | Path) -> dict:
         raise RequestError(f"{path} cannot be read ({error}): remove its folder and prepare again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise RequestError(f"{path} has another format than {FORMAT}: remove its folder and prepare again with this version")
-    if manifest.pop("sha256", None) != manifest_sha256(manifest):
-        raise RequestError(f"{path} is damaged: it is not what its own SHA-256 says; remove its folder and prepare again")
+    said = manifest.pop("sha256", None)
+    if said != manifest_sha256(manifest):
+        what = "is not what its own SHA-256 says" if said else "has no SHA-256 of itself"
+        raise RequestError(f"{path} is damaged: it {what}; remove its folder and prepare again")
     return manifest
 
 

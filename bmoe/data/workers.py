@@ -13,12 +13,11 @@ from pathlib import Path
 from bmoe.data.ahead import ahead
 from bmoe.data.batch import Batch, Builder, Carry, duplicate_notes
 from bmoe.data.blocks import Piece
-from bmoe.data.bulk import Bulk, Plan, Read
+from bmoe.data.bulk import Bulk, Decision, Read
 from bmoe.data.digests import Digest, Inputs
 from bmoe.data.slots import Slot, Slots, return_large_blocks
 from bmoe.data.summary import Note, Refused, Summary
-from bmoe.data.tasks import CHUNK, MARGIN, UNIT, Task
-from bmoe.data.tasks import Plan as Tasks
+from bmoe.data.tasks import CHUNK, MARGIN, UNIT, Plan, Task
 
 MOST = 12  # threads that parse: so many are faster than the hashes, which take a file from its beginning to its end
 AHEAD = 1  # tasks parsed or being parsed, beyond one for each thread: what waits here is not in the cache any more
@@ -28,10 +27,11 @@ Event = tuple[Task, Summary | Refused | None]  # None: the task is done
 
 
 class Workers:
-    """Parses tasks on some threads. Summaries come in the order of the tasks, and a plan for each is taken back."""
+    """Parses tasks on some threads. Summaries come in the order of the tasks, and a decision about each is taken back."""
 
-    def __init__(self, out: Path, tasks: Tasks, builder: Builder, workers: int, inputs: Inputs | None):
-        self._tasks, self._builder = tasks, builder
+    def __init__(self, out: Path, plan: Plan, builder: Builder, workers: int, inputs: Inputs | None):
+        """out: folder of the shards. plan: reads the tasks. workers: threads that parse, at most MOST. inputs: hashes what is read."""
+        self._plan, self._builder = plan, builder
         return_large_blocks()
         self._slots = Slots(UNIT + CHUNK + MARGIN)
         self._bulk = Bulk(out, inputs, self._slots)
@@ -43,9 +43,9 @@ class Workers:
         self._writing: deque[tuple[Future, list[Note]]] = deque()
 
     def events(self, tasks: Iterator[Task]) -> Iterator[Event]:
-        """Summaries in order; call `apply` with the plan of each before the next."""
+        """Summaries in order; call `apply` with the decision about each before the next. Refused ends them."""
         waiting: deque[tuple[Task, Future]] = deque()
-        streams = not all(self._tasks.ranged(source) for source in range(len(self._tasks.sources)))
+        streams = not all(self._plan.ranged(source) for source in range(len(self._plan.sources)))
         with contextlib.closing(ahead(tasks, 4) if streams else tasks) as tasks_ahead:
             while True:
                 while len(waiting) < self._ahead and self._slots.room(wait=not waiting) and (task := next(tasks_ahead, None)) is not None:
@@ -73,7 +73,7 @@ class Workers:
         self, task: Task, before: Future | None, slot: Slot
     ) -> tuple[tuple[Batch, Read] | None, Carry | None, Iterator[Piece], Piece | None]:
         """The first batch of a task; `before`: the work on the task whose record goes on in this one."""
-        pieces = self._tasks.pieces(task, slot)
+        pieces = self._plan.pieces(task, slot)
         piece = next(pieces, None)
         if piece is None:
             self._slots.give(slot)
@@ -81,17 +81,18 @@ class Workers:
         return self._build(task, pieces, piece, before.result()[1] if before is not None else None, slot)
 
     def _build(self, task: Task, pieces: Iterator[Piece], piece: Piece, carry: Carry | None, slot: Slot):
+        """The batch of a piece; as `_begin`."""
         batch, carry = self._builder.build(piece, carry, slot)
         self._slots.weigh(self._weight * len(piece.data) + RECORD * batch.summary.records)
         return (batch, Read(task.source, piece, slot)), carry, pieces, next(pieces, None)
 
-    def apply(self, plan: Plan) -> None:
-        """Write the batch of the last summary, whose arrays are not to be read any more."""
+    def apply(self, decision: Decision) -> None:
+        """Write the batch of the last summary, whose arrays are not to be read any more. OSError where the disk does not take it."""
         batch, read = self._batch
         if len(self._writing) >= WRITING:
             self._writing[0][0].result()
-        notes = duplicate_notes(batch, plan.duplicates)
-        self._writing.append((self._writer.submit(self._bulk.write, batch, plan, read), notes))
+        notes = duplicate_notes(batch, decision.duplicates)
+        self._writing.append((self._writer.submit(self._bulk.write, batch, decision, read), notes))
 
     def written(self, wait: bool = False) -> list[list[Note]]:
         """Notes about the duplicates of every batch written since the last call, in order; `wait`: until all are."""
