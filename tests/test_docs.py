@@ -5,6 +5,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
 import typer
 
 from bmoe import cli
@@ -12,6 +13,7 @@ from bmoe.jobs.common import load_recipe
 from bmoe.reports.recipe_reference import reference
 
 DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), *(DOCS.parent / name for name in ("README.md", "CHANGELOG.md"))]
 
 
 def test_recipe_reference_is_current():
@@ -37,6 +39,35 @@ def test_the_reference_says_the_bounds_of_numbers():
         "data_shard": "`auto`, whole number from 1",
     }.items():
         assert f"| {values} |" in rows[key], rows[key]
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = (re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {title.strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]*(?:#[^)\s]*)?)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        file, _, anchor = target.partition("#")
+        there = page.parent / file if file else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_code_have_flags_that_exist(page):
+    """Every `bmoe ...` line of a code block names a command and flags of it; `\\` goes on with a line."""
+    commands = typer.main.get_command(cli.app).commands
+    known = {name: {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)} for name, command in commands.items()}
+    for block in re.findall(r"```(?:bash|sh)?\n(.*?)```", page.read_text(), re.DOTALL):
+        for name, rest in re.findall(r"\bbmoe ([a-z]+)\b([^\n#|;]*)", block.replace("\\\n", " ")):
+            assert name in known, name
+            assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= known[name] | {"--help"}, rest
 
 
 def test_commands_of_the_multi_gpu_page_are_what_bmoe_takes(tmp_path, monkeypatch):
