@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,19 +44,37 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Pickles are read without running code from them. Raises RequestError if there is nothing to read.
     """
     if path.is_file():
-        return load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
+        return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
     if (path / INDEX).is_file():
-        files = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        files = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
         missing = [file for file in files if not (path / file).is_file()]
         if missing:
             raise RequestError(f"{path} lacks {missing[0]}, which its {INDEX} names; copy the folder again")
-        return {name: tensor for file in files for name, tensor in load_file(path / file).items()}
+        return {name: tensor for file in files for name, tensor in _read_safetensors(path / file).items()}
     if (path / SINGLE).is_file():
-        return load_file(path / SINGLE)
+        return _read_safetensors(path / SINGLE)
     pickles = sorted(file for file in path.glob("*") if file.suffix in (".bin", ".pt") and "contact-regression" not in file.name)
     if len(pickles) != 1:
         raise RequestError(f"{path} holds no weights: expected {SINGLE}, {INDEX}, or one .bin or .pt file")
     return _read_pickle(pickles[0])
+
+
+def read_json(file: Path) -> dict:
+    """The object in a JSON file. RequestError if there is none."""
+    try:
+        body = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} cannot be read ({error}); copy the folder again") from None
+    if not isinstance(body, dict):
+        raise RequestError(f"{file} holds no object of keys and values; copy the folder again")
+    return body
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise RequestError(f"{file} cannot be read ({error}); copy the folder again") from None
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:

@@ -11,12 +11,13 @@ import tempfile
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError, RunError
 from bmoe.interop.esm2 import from_esm2, is_esm2
-from bmoe.interop.files import read_weights, write_weights
+from bmoe.interop.files import read_json, read_weights, write_weights
 from bmoe.interop.mixtral import from_mixtral, mixtral_config, to_mixtral, why_not
 from bmoe.interop.tokenizer import write_tokenizer
 from bmoe.model.transformer import Transformer, Vocabulary
@@ -104,15 +105,21 @@ def load_pretrained(directory: str | Path) -> tuple[dict[str, Tensor], dict]:
         raise RequestError(f"{path / 'config.json'}: model_type {kind} is unknown here; bmoe reads bmoe, mixtral and esm folders")
     weights = read_weights(path)
     if kind == "bmoe":
-        return {name.removeprefix("bmoe."): tensor for name, tensor in weights.items()}, config["model"]
-    if kind == "mixtral":
-        return from_mixtral(weights, config)
-    if not is_esm2(set(weights)):
-        raise RequestError(f"{path} has no config.json and is no ESM-2 checkpoint; give the folder that `bmoe export` wrote")
-    if kind == "esm":
-        _check_esm(path, config)
-    canonical, section = from_esm2(weights, config.get("num_attention_heads"))
-    return canonical, section | {"token_dropout": config.get("token_dropout", True)}
+        canonical, section = {name.removeprefix("bmoe."): tensor for name, tensor in weights.items()}, config.get("model")
+    elif kind == "mixtral":
+        try:
+            canonical, section = from_mixtral(weights, config)
+        except KeyError as error:
+            raise RequestError(f"{path} lacks {error.args[0]}, which a Mixtral folder has; copy the folder again") from None
+    else:
+        if not is_esm2(set(weights)):
+            raise RequestError(f"{path} has no config.json and is no ESM-2 checkpoint; give the folder that `bmoe export` wrote")
+        if kind == "esm":
+            _check_esm(path, config)
+        canonical, section = from_esm2(weights, config.get("num_attention_heads"))
+        section |= {"token_dropout": config.get("token_dropout", True)}
+    _check_whole(path, canonical, section)
+    return canonical, section
 
 
 def verify(directory: str | Path, sequences: int = 8, seed: int = 0) -> dict:
@@ -178,7 +185,24 @@ def pack(rows: list[Tensor]) -> dict:
 
 def _read_config(path: Path) -> dict:
     file = path / "config.json"
-    return json.loads(file.read_text()) if path.is_dir() and file.is_file() else {}
+    return read_json(file) if path.is_dir() and file.is_file() else {}
+
+
+def _check_whole(path: Path, weights: dict[str, Tensor], section: dict | None) -> None:
+    """RequestError unless `section` describes a model, and `weights` are all of its tensors, in their shapes."""
+    try:
+        model = ModelSection.model_validate(section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["model", *map(str, first["loc"])])
+        raise RequestError(f"{path / 'config.json'}: {where}: {first['msg'].lower()}; was it written by another version?") from None
+    rows = len(weights["embedding"]) if "embedding" in weights else 0
+    with torch.device("meta"):
+        expected = Transformer(model, Vocabulary(rows, 0, 0), BackendSection(experts="loop")).state_dict()
+    for name in [*expected, *weights]:
+        wanted, found = (tuple(there[name].shape) if name in there else None for there in (expected, weights))
+        if wanted != found:
+            raise RequestError(f"{path}: the tensor {name} has the shape {found}, and its config.json says {wanted}; copy the folder again")
 
 
 def _check_esm(path: Path, config: dict) -> None:

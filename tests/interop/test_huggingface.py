@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from bmoe.errors import RequestError, RunError
 from bmoe.interop.files import write_weights
@@ -250,3 +251,55 @@ def test_modelling_file_and_model_agree_on_the_flagship_shape():
         ours = Transformer(section, Vocabulary(33, 1, 32), BackendSection(experts="loop")).state_dict()
         theirs = BmoeForMaskedLM(BmoeConfig(model=section.model_dump())).state_dict()
     assert {n.removeprefix("bmoe."): t.shape for n, t in theirs.items()} == {n: t.shape for n, t in ours.items()}
+
+
+def _cut(folder):
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+
+
+def _without(name):
+    def change(folder):
+        weights = load_file(folder / "model.safetensors")
+        del weights[name]
+        save_file(weights, folder / "model.safetensors")
+
+    return change
+
+
+def _half(name):
+    def change(folder):
+        weights = load_file(folder / "model.safetensors")
+        save_file(weights | {name: weights[name][::2].clone()}, folder / "model.safetensors")
+
+    return change
+
+
+def _config(**changes):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+    return change
+
+
+DAMAGES = [
+    ("Mixtral", _cut, "model.safetensors cannot be read"),
+    ("Mixtral", lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+    ("Mixtral", lambda folder: (folder / "config.json").write_text("[]"), "no object"),
+    ("Mixtral", _config(hidden_size=None), "lacks hidden_size"),
+    ("Mixtral", _without("model.norm.weight"), "lacks model.norm.weight"),
+    ("Mixtral", _half("model.layers.0.self_attn.o_proj.weight"), r"blocks.0.attention.output.weight has the shape \(16, 32\)"),
+    ("encoder MoE", _without("bmoe.final_norm.weight"), "final_norm.weight has the shape None"),
+    ("encoder MoE", _config(model=None), "config.json: model: "),
+    ("encoder MoE", _config(model={"widht": 3}), "config.json: model.widht: "),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGES)
+def test_damaged_folders_are_told_in_a_sentence(name, damage, words, make, tmp_path):
+    model, recipe, names = make(**SHAPES[name])
+    export(model, recipe, tmp_path / "folder", names)
+    load_pretrained(tmp_path / "folder")
+    damage(tmp_path / "folder")
+    with pytest.raises(RequestError, match=words):
+        load_pretrained(tmp_path / "folder")
