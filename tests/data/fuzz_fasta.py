@@ -20,6 +20,7 @@ from bmoe.data.alphabet import dna, protein
 from bmoe.data.batch import Builder
 from bmoe.data.blocks import cut
 from bmoe.data.compression import decompressed, kind_of
+from bmoe.data.formats import foreign
 from bmoe.data.options import PrepareOptions
 from bmoe.errors import RequestError
 
@@ -143,6 +144,8 @@ def ours(data: bytes, alphabet: str, min_length: int, draw: random.Random) -> tu
 def check(draw: random.Random, pool: list[bytes]) -> None:
     """One mutated input. AssertionError, or any error but RequestError, is a fault."""
     data = mutated(draw, pool)
+    if foreign(data):  # refused as what it begins like
+        return
     alphabet, min_length = draw.choice(["protein", "protein", "dna"]), draw.choice([0, 1, 2, 5])
     try:
         found = ours(data, alphabet, min_length, draw)
