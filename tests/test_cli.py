@@ -35,6 +35,7 @@ def here(tmp_path, monkeypatch):
     """An empty working directory with the tiny recipe in it."""
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(TINY)
+    Path("in.fasta").write_text(">a one\nMKV\n>b: two\nMKW\n")
     return tmp_path
 
 
@@ -198,6 +199,8 @@ def test_eval_of_damaged_and_foreign_checkpoints(here, capsys):
 
 REFUSALS = [
     (["train", "nothing.yaml"], "there is no such recipe"),
+    (["train", "in.fasta"], "in.fasta holds sequences and is no recipe; prepare it first"),
+    (["train", "tiny.yaml", "--set", "name=../x"], "name should be a word of letters"),
     (["train", "esm2_mo"], "did you mean esm2_moe"),
     (["train", "tiny.yaml", "--set", "training.stpes=3"], "did you mean training.steps?"),
     (["train", "tiny.yaml", "--set", "training.steps=many"], "training.steps should be a whole number"),

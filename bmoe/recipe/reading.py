@@ -66,6 +66,8 @@ def _parse(text: str, where: str, lines: dict[str, str], faults: list[str], path
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
+        if text.startswith(">"):
+            raise RecipeError([f"{where} holds sequences and is no recipe; prepare it first: bmoe prepare {where}"]) from None
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise RecipeError([f"{place}: this is not YAML ({problem}); check indentation, quotes and brackets"]) from None
 
@@ -97,6 +99,7 @@ def _sentence(error: Any, key: str) -> str:
         "bool_type": "true or false",
         "bool_parsing": "true or false",
         "string_type": "text",
+        "string_pattern_mismatch": "a word of letters, digits, `.`, `_` and `-` that begins with a letter or digit",
         "tuple_type": "a list of two numbers",
         "missing": "a list of two numbers",
         "too_long": "a list of two numbers",
