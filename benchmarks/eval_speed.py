@@ -35,7 +35,7 @@ from bmoe.data.alphabet import Alphabet, alphabet
 from bmoe.errors import RequestError, RunError
 from bmoe.evaluation import contacts, mutations, pseudo
 from bmoe.evaluation.files import read_fasta
-from bmoe.evaluation.forward import packed, wrap
+from bmoe.evaluation.forward import batch_slots, packed, wrap
 from bmoe.evaluation.variants import read_variants
 from bmoe.model import counts
 from bmoe.model.transformer import Transformer
@@ -129,7 +129,7 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device,
     if time.monotonic() > stop:
         yield "  no time is left for it\n"
         return
-    letters, slots = alphabet(recipe.data.alphabet), recipe.data.tokens_per_batch
+    letters = alphabet(recipe.data.alphabet)
     model, shards = random_model(recipe, letters, device), SyntheticShards(recipe)
     entry["forward_tflops"] = throughput(model, recipe, shards, device) / 1e12
     yield f"  forward {entry['forward_tflops']:.3g} TFLOP/s\n"
@@ -144,7 +144,7 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device,
     tasks: dict[str, Callable[[], object]] = {
         "pseudo": lambda: pseudo.evaluate(model, shards, recipe, device=device, budget=arguments.budget),
         "masked": scored("masked_marginal"),
-        "contacts features": lambda: contacts.pair_features(model, letters, chains, pairs, slots, device),
+        "contacts features": lambda: contacts.pair_features(model, letters, chains, pairs, batch_slots(recipe, device), device),
         "contacts": lambda: contacts.evaluate(model, recipe, letters, arguments.structures, device),
         "wt": scored("wt_marginal"),
         "pll": scored("pll", PLL_VARIANTS),

@@ -177,7 +177,7 @@ def _by_site(
         input_N = _site_sets(table)
         span_I2 = table.span_N2[np.unique(input_N, return_index=True)[1]]
     else:
-        span_I2, input_N = _distinct_rows(table.span_N2)
+        span_I2, input_N = _windows(table.span_N2)
     order_M = np.argsort(input_N[table.variant_M], kind="stable")
     variant_M, place_M = table.variant_M[order_M], table.place_M[order_M]
     target_M2 = np.column_stack([table.new_M, table.old_M])[order_M]
@@ -205,9 +205,12 @@ def _site_sets(table: _Table) -> np.ndarray:
     return np.array([numbers.setdefault(raw[begin:end], len(numbers)) for begin, end in zip([0, *ends], ends, strict=False)])
 
 
-def _distinct_rows(rows_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    distinct, number_N = np.unique(rows_N2, axis=0, return_inverse=True)
-    return distinct, number_N.reshape(-1)
+def _windows(span_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct windows [W, 2], and the number of each variant's among them."""
+    if (span_N2 == span_N2[0]).all():
+        return span_N2[:1], np.zeros(len(span_N2), np.int64)
+    span_W2, window_N = np.unique(span_N2, axis=0, return_inverse=True)
+    return span_W2, window_N.reshape(-1)
 
 
 def _alike(span_I2: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
@@ -222,7 +225,7 @@ def _by_sequence(
     model: nn.Module, letters: Alphabet, ids: np.ndarray, table: _Table, slots: int, device: torch.device, masked: bool
 ) -> np.ndarray:
     """Whole sequences: pseudo-log-likelihood (masked) or log-likelihood, of each variant minus that of its wild type."""
-    wild_W2, wild_N = _distinct_rows(table.span_N2)
+    wild_W2, wild_N = _windows(table.span_N2)
     bounds = np.searchsorted(table.variant_M, np.arange(len(table.span_N2) + 1))
     sizes: list[int] = []
 

@@ -139,3 +139,34 @@ def test_unknown_residues_are_no_pairs():
     chain.backbone[3, 1] = np.nan
     i, j, contact = contacts.known_pairs(chain)
     assert 3 not in i and 3 not in j and contact.size == i.size and (j - i >= 6).all()
+
+
+def test_no_relative_of_a_test_chain_is_trained_on(tmp_path, make_recipe, make_model, make_proteins, monkeypatch):
+    """Three relatives and four strangers, told apart by their numbers of pairs: each is tested once, by weights of other families."""
+    generator = np.random.default_rng(0)
+    letters = list("ACDEFGHIKLMNPQRSTVWY")
+    base = "".join(generator.choice(letters, 60))
+    texts = [base, base + "GA", base + "GAGSG"] + ["".join(generator.choice(letters, n)) for n in (48, 50, 53, 57)]
+    chains = [Chain(str(i), text, generator.normal(size=(len(text), 3, 3)) * 6) for i, text in enumerate(texts)]
+    owner = {contacts.known_pairs(chain)[0].size: i for i, chain in enumerate(chains)}
+    assert len(owner) == 7
+    monkeypatch.setattr(contacts, "read_chains", lambda folder: chains)
+    fit, probability = contacts.l1.fit, contacts.l1.probability
+    trained, tested = [], []
+
+    def fitted(features, *rest):
+        trained.append([owner[len(part)] for part in features])
+        return fit(features, *rest)
+
+    def judged(features_PA, weights):
+        tested.append((owner[len(features_PA)], trained[-1]))
+        return probability(features_PA, weights)
+
+    monkeypatch.setattr(contacts.l1, "fit", fitted)
+    monkeypatch.setattr(contacts.l1, "probability", judged)
+    recipe = make_recipe()
+    found = contacts.evaluate(make_model(recipe), recipe, alphabet("protein"), tmp_path, CPU)
+    assert found["families"] == 5 and sorted(chain for chain, _ in tested) == list(range(7))
+    for chain, others in tested:
+        related = {0, 1, 2} if chain < 3 else {chain}
+        assert others and not related & set(others)
