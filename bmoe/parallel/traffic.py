@@ -54,9 +54,14 @@ def traffic(sizes: Sizes, replicas: int, shards: int, expert: int, batches: int,
     )
 
 
-def gathered_bytes(sizes: Sizes, expert: int, low: bool) -> float:
+def gathered_parameters(dense: float, experts: float, replicas: int, shards: int, expert: int) -> float:
+    """Parameters that one rank gathers in all its units. Experts that it alone holds are in none."""
+    return dense + (experts / expert if replicas * shards > 1 else 0.0)
+
+
+def gathered_bytes(gathered: float, low: bool) -> float:
     """Bytes of one rank's gathered weights and unreduced fp32 gradients, while units stay gathered."""
-    return (sizes.dense + sizes.experts / expert) * ((2 if low else 4) + 4)
+    return gathered * ((2 if low else 4) + 4)
 
 
 def _part(ranks: int) -> float:

@@ -2,8 +2,9 @@
 
 Static: weights, gradients, optimizer. With bf16 weights: 2 bytes each, 2 for the second half of the fp32 master, 2 x 4 for
 the moments; gradients are bf16, summed in fp32 if a step has several batches (the bf16 ones then live for one tensor only).
-In fp32: 4 + 4 + 8. On several ranks weights are fp32 shards (no second half) and gradients are summed in fp32 shards; what is
-gathered for a pass, or for a whole step where that takes at most a quarter of the GPU (`parallel.shard`), is workspace.
+In fp32: 4 + 4 + 8. On several ranks weights are fp32 shards (no second half) and gradients are summed in fp32 shards, but those
+of experts that a rank shares with no other (`parallel.shard`) are as on one GPU. What is gathered for a pass, or for a whole step
+where that takes at most a quarter of the GPU, is workspace.
 Vectors and the router are fp32 always. Activations: what forward keeps for backward, per block. Workspace: what only lives
 while one part runs (its gradients, gathered parameters, the loss in fp32, rounded copies), and what cuBLAS keeps for its products.
 Eight-bit experts keep their weights' transposed 8-bit copies from forward to backward, a byte a parameter.
@@ -15,6 +16,7 @@ Legend: T token slots, D width, F expert width, C = 2F or F, E experts, K top-k,
 """
 
 from bmoe.model.layers import default_ffn_width
+from bmoe.parallel.traffic import gathered_bytes, gathered_parameters
 from bmoe.profiling.chips import Chip
 from bmoe.profiling.work import Load, layout, parameters
 from bmoe.recipe import Recipe
@@ -126,7 +128,7 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     recipe = on_a_gpu(recipe, chip)
     model = recipe.model
     p = parameters(model, vocabulary)
-    _, shard, expert = layout(recipe.parallel, world)
+    replicate, shard, expert = layout(recipe.parallel, world)
     ranks = shard * expert
     low, wide, several = (p.dense + p.experts) / ranks, p.wide, world > 1
     fp32 = recipe.precision.kind == "fp32"
@@ -134,8 +136,9 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     moments = 8 if recipe.optimizer.state_dtype == "fp32" else 4
     batches = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world)
     sums = 4 * low if several or (batches > 1 and not fp32) else 0.0
-    weights = (4 if several else b) * low + 4 * wide
-    optimizer = moments * (low + wide) + (0 if fp32 or several else 2 * low)
+    alone = 0.0 if replicate * shard > 1 else p.experts / ranks if several else low  # in no unit
+    weights = 4 * (low - alone) + b * alone + 4 * wide
+    optimizer = moments * (low + wide) + (0 if fp32 else 2 * alone)
 
     dense_layers = model.layers if model.moe is None else model.moe.dense_layers
     kinds = {layer < dense_layers for layer in range(model.layers)}
@@ -154,9 +157,9 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
         more = 0 if model.moe is None and recipe.backend.compile is True else 2  # a compiled dense layer passes the gradient of h only
         passing = rows * ((gates + more) * hidden + 2 * model.width) * b + (largest / expert * b if sums else 0.0)
     one_block = max(back for _, back in block.values()) + passing
-    gathered = 2 * (p.dense / model.layers + largest / expert) * b if several else 0.0
-    unit = p.dense + p.experts / expert
-    if several and chip and unit * (b + 4) <= chip.memory_gib * GIB / 4:
+    gathered = 2 * gathered_parameters(p.dense / model.layers, largest, replicate, shard, expert) * b if several else 0.0
+    unit = gathered_parameters(p.dense, p.experts, replicate, shard, expert)
+    if several and chip and gathered_bytes(unit, not fp32) <= chip.memory_gib * GIB / 4:
         gathered = unit * (b + (4 if batches > 1 else 0))
     gradients_alive = largest / expert * b if sums else b * low + 4 * wide
     end_of_forward = kept + head

@@ -12,7 +12,7 @@ GB200 are this model at their published peaks, not measurements.
 
 from dataclasses import asdict, dataclass
 
-from bmoe.parallel.traffic import Sizes, gathered_bytes, traffic
+from bmoe.parallel.traffic import Sizes, gathered_bytes, gathered_parameters, traffic
 from bmoe.profiling.chips import Chip
 from bmoe.profiling.memory import HOPPER, on_a_gpu
 from bmoe.profiling.work import Load, Part, Work, batch_parts, layout, model_flops, parameters
@@ -189,7 +189,8 @@ def communication(recipe: Recipe, vocabulary: int, load: Load, world: int, chip:
     layers = recipe.model.layers - moe.dense_layers if moe else 0
     sizes = Sizes(p.dense, p.experts, p.wide, layers, recipe.model.width, load.real * (moe.top_k if moe else 0))
     low = recipe.precision.kind != "fp32"
-    stays = gathered_bytes(sizes, expert, low) <= chip.memory_gib * 2**30 / 4  # as shard.fits_gathered
+    gathered = gathered_parameters(p.dense, p.experts, replicate, shard, expert)
+    stays = gathered_bytes(gathered, low) <= chip.memory_gib * 2**30 / 4  # as shard.fits_gathered
     sent = traffic(sizes, replicate, shard, expert, batches_per_rank(recipe, world), low, stays)
 
     def link(ranks: int) -> float:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bmoe.parallel.traffic import Sizes, gathered_bytes, traffic
+from bmoe.parallel.traffic import Sizes, gathered_bytes, gathered_parameters, traffic
 
 
 @pytest.mark.parametrize("stay_gathered", [True, False])
@@ -25,6 +25,7 @@ def test_bytes_are_those_that_were_counted(ranks, layout, stay_gathered):
 
 
 def test_gathered_bytes_of_the_flagship():
-    flagship = Sizes(dense=160e6, experts=2.64e9, whole=0.3e6, moe_layers=24, width=1280, rows=32_768)
-    assert gathered_bytes(flagship, 1, low=True) == pytest.approx(16.8e9, rel=1e-3)
-    assert gathered_bytes(flagship, 8, low=True) == pytest.approx(2.94e9, rel=1e-3)
+    flagship = {"dense": 160e6, "experts": 2.64e9}
+    assert gathered_bytes(gathered_parameters(**flagship, replicas=1, shards=8, expert=1), low=True) == pytest.approx(16.8e9, rel=1e-3)
+    assert gathered_bytes(gathered_parameters(**flagship, replicas=1, shards=2, expert=8), low=True) == pytest.approx(2.94e9, rel=1e-3)
+    assert gathered_bytes(gathered_parameters(**flagship, replicas=1, shards=1, expert=8), low=True) == pytest.approx(0.96e9, rel=1e-3)
