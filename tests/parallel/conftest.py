@@ -34,6 +34,7 @@ class Nursery:
         self.worlds += 1
         address = f"{self.folder}/line-{self.worlds}"
         with Listener(address, "AF_UNIX", backlog=size) as listener:
+            listener._listener._socket.settimeout(PATIENCE)  # else a rank that dies at its start would never be missed
             self.orders.send((address, f"{self.folder}/store-{self.worlds}", size))
             lines = [listener.accept() for _ in range(size)]
         return self.orders.recv(), {line.recv(): line for line in lines}
