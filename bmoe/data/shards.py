@@ -92,6 +92,11 @@ class Shards:
     def __len__(self) -> int:
         return int(self._first[-1])
 
+    @cached_property
+    def contents(self) -> str:
+        """SHA-256 over those of the files that training reads, as the manifest has them: equal for the same sequences in the same order."""
+        return hashlib.sha256("".join(digest for shard in self._shards for _, digest in shard.read_in_training()).encode()).hexdigest()
+
     def check_in_background(self) -> threading.Thread:
         """Compare the SHA-256 of the files that training reads with the manifest, in a thread that leaves half of its core alone.
 

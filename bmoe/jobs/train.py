@@ -37,6 +37,7 @@ from bmoe.training.tracking import Trackers
 
 RECIPE, RECIPE_PARTIAL = "recipe.yaml", "recipe.partial"  # of a run; the second is left by a kill in the first moment
 RESUMABLE = ("training.steps", "logging.", "checkpoint.", "parallel.", "backend.", "data.path")  # may differ on --resume
+DATA = "data_sha256"  # of a checkpoint's meta.json
 BALANCE_SLOTS = 8192  # of the batches on which the routers of an upcycled model are balanced
 
 
@@ -83,6 +84,15 @@ def check_same(folder: Path, recipe: Recipe) -> None:
         raise RequestError(f"--resume: the recipe differs from {saved} in {', '.join(keys)}; use that recipe, or --out for a new run")
 
 
+def check_same_data(newest: Path, shards: Shards) -> None:
+    """Refuse to go on with other sequences: a checkpoint says how far their order has been read. Raises RequestError."""
+    if checkpoint.read_meta(newest).get(DATA, shards.contents) != shards.contents:
+        raise RequestError(
+            f"--resume: {shards.directory} has other sequences in its train split than {newest} was trained on; set data.path to "
+            "those, or start a new run with --out"
+        )
+
+
 def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits: Limits) -> tuple[Outcome, Path, dict]:
     """Train a recipe: data if needed, training, report. Every rank of `world` calls it.
 
@@ -101,6 +111,8 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     if "parallel.expert" in reasons:
         note(f"rows travel to their experts by {reasons['parallel.expert']}")
     newest = checkpoint.resume_point(folder, world, note) if resume else None
+    if newest:
+        check_same_data(newest, shards)
     model, optimizer = build(resolved, shards.alphabet, world, fresh=newest is None, shards=shards)
     progress = state.load_state(newest, model, optimizer, checked=True) if newest else state.Progress()
     if world.rank == 0:
@@ -119,7 +131,7 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
         if newest:
             observer.note(f"resuming {folder} after step {progress.step:,}" + other_facts(newest, world))
         mfu = utilisation(resolved, shards.alphabet.size, world.device, world.size)
-        trainer = Trainer(resolved, folder, shards, model, optimizer, world, progress, observer, validate, mfu)
+        trainer = Trainer(resolved, folder, shards, model, optimizer, world, progress, observer, validate, mfu, {DATA: shards.contents})
         outcome = trainer.run(limits)
     if world.rank == 0:
         if latest:

@@ -51,7 +51,7 @@ class Trainer:
     Args:
         recipe: resolved. run: the run's folder. model, optimizer: as `setup` built them. progress: where to go on.
         validate: returns the validation metrics, equal on every rank. mfu: (totals, seconds) -> model FLOPs utilisation, or
-        None where the peak is unknown; totals as `_step` returns them.
+        None where the peak is unknown; totals as `_step` returns them. facts: what else a checkpoint's meta.json tells of the run.
     """
 
     def __init__(
@@ -66,9 +66,11 @@ class Trainer:
         observer: Observer,
         validate: Callable[[], dict],
         mfu: Callable[[list[int], float], float | None],
+        facts: dict[str, str] | None = None,
     ):
         self.recipe, self.run_folder, self.shards, self.model, self.optimizer, self.world = recipe, run, shards, model, optimizer, world
         self.progress, self.observer, self.validate, self.mfu = progress, observer, validate, mfu
+        self.facts = facts or {}
         self.log = MetricsLog(run / "metrics.jsonl")
         self.checkpoints = Checkpoints(run, recipe.checkpoint.keep, recipe.checkpoint.async_, world.rank)
         self.saved_step = progress.step
@@ -228,6 +230,7 @@ class Trainer:
         step, position = self.progress.step, self.progress.position
         check_replicas(self.model, self.optimizer, step, position, data_checksum(self.shards, position), self.world)
         meta = {**self.progress.as_meta(), **torch_facts(self.world.device), "world": self.world.size, "valid_loss": self.valid_loss}
+        meta |= self.facts
         self.checkpoints.save(self.progress.step, each_tensor(self.model, self.optimizer), meta)
         self.saved_step = self.progress.step
 

@@ -11,7 +11,7 @@ import pytest
 
 from bmoe import cli
 from bmoe.parallel import launch
-from tests_tiny import tiny
+from tests_tiny import PROTEINS, tiny
 
 TRAIN = ["train", "tiny.yaml", "--device", "cpu", "--out", "run"]
 TIMES = ("residues_per_s", "tokens_per_s", "step_s", "data_wait_s", "peak_memory_gib")
@@ -84,3 +84,17 @@ def test_one_process_is_started_again_too(here, monkeypatch, capsys):
     assert cli.run([*TRAIN[:-1], "bad", "--restarts", "2", "--set", "optimizer.lr=1e38", "--set", "training.max_skipped_steps=2"]) == 1
     told = capsys.readouterr().err
     assert "the gradient was not finite" in told and "restart 1" not in told
+
+
+def test_a_run_goes_on_with_its_own_sequences_only(here, capsys):
+    """Where they lie may change, but not what they are: a checkpoint says how far their order has been read."""
+    Path("tiny.yaml").write_text(tiny(data={"fasta": None}))
+    Path("other.fasta").write_text("".join(f">{i}\n{'MKV' * 20}{'A' * i}\n" for i in range(60)))
+    for fasta, folder in ((PROTEINS, "shards"), (PROTEINS, "again"), ("other.fasta", "other")):
+        assert cli.run(["prepare", str(fasta), "--out", folder, "--valid-fraction", "0.1"]) == 0
+    assert cli.run([*TRAIN, "--stop-at", "2"]) == 0
+    capsys.readouterr()
+    assert cli.run([*TRAIN, "--resume", "--set", "data.path=other"]) == 2
+    told = capsys.readouterr().err
+    assert "other has other sequences in its train split than run/checkpoints/step-0000000002 was trained on" in told
+    assert cli.run([*TRAIN, "--resume", "--set", "data.path=again"]) == 0
