@@ -5,7 +5,7 @@
 #
 # SHARDS has folders of `bmoe prepare`: full (1,022 residues each), uniref90 (real lengths), both (with a valid split), and optionally
 # structures/, mutations.csv.gz, wildtype.fasta. Each part has a time limit, writes OUT/PART.log (and .json) and fails alone; the last
-# lines of each are printed. PARTs, the default being all, in this order, about 25 minutes:
+# lines of each are printed. PARTs, the default being all, in this order; their limits add up to 50 minutes:
 #   kernels step model fp8 experts te     tests against plain twins and float64
 #   parallel                              price of the sharded paths over NCCL, and a checkpoint of a billion parameters
 #   whole8 whole64 lengths                whole steps beside Hugging Face (COLUMN=... names the mutations' score column)

@@ -107,16 +107,16 @@ class Theirs:
             for index, layer in enumerate(layers):
                 layers[index] = torch.compile(layer)
 
-    def logits(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """(logits, targets) of the slots that have a target, all of them at once: [M, V], [M]."""
+    def loss(self, rows: Rows, reduction: str = "mean") -> Tensor:
+        """Cross entropy of the slots with a target, fp32; the head runs on all slots, as transformers has it."""
         ids_SL, targets_SL, real_SL = (x.to(self.device, non_blocking=True) for x in rows)
         hidden_SLD = self.model.model(input_ids=ids_SL, attention_mask=real_SL[:, None, None, :]).last_hidden_state
-        asked_SL = targets_SL != NO_TARGET
-        return self.model.lm_head(hidden_SLD[asked_SL]).float(), targets_SL[asked_SL]
+        logits_NV = self.model.lm_head(hidden_SLD).float().flatten(0, 1)
+        return F.cross_entropy(logits_NV, targets_SL.flatten(), ignore_index=NO_TARGET, reduction=reduction)
 
     def step(self, rows: Rows, lr: float) -> None:
         """One optimizer step."""
-        F.cross_entropy(*self.logits(rows)).backward()
+        self.loss(rows).backward()
         if self.masters:
             for master, weight in zip(self.masters, self.weights, strict=True):
                 master.grad = weight.grad.float()
@@ -138,9 +138,9 @@ class Theirs:
         found = [crop for batch in batches for crop in crops(batch)]
         total = count = 0.0
         for begin in range(0, len(found), rows):
-            logits_MV, targets_M = self.logits(rectangle(found[begin : begin + rows], self.recipe.data.max_length, rows))
-            total += float(F.cross_entropy(logits_MV, targets_M, reduction="sum"))
-            count += targets_M.numel()
+            part = rectangle(found[begin : begin + rows], self.recipe.data.max_length, rows)
+            total += float(self.loss(part, "sum"))
+            count += int((part.targets_SL != NO_TARGET).sum())
         return math.exp(total / count)
 
 

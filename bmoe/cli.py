@@ -48,18 +48,13 @@ DEVICE = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda", help
 
 
 # the options of one panel of a command's help
-CLEANING = partial(typer.Option, rich_help_panel="What is kept")
-SPLITS = partial(typer.Option, rich_help_panel="Splits")
-DNA = partial(typer.Option, rich_help_panel="DNA")
-LARGE = partial(typer.Option, rich_help_panel="Large inputs")
-STOP = partial(typer.Option, rich_help_panel="Stopping and going on")
-DRY = partial(typer.Option, rich_help_panel="Dry run")
-MUTATIONS = partial(typer.Option, rich_help_panel="Mutations")
-STRUCTURE = partial(typer.Option, rich_help_panel="Structure")
-EMBEDDINGS = partial(typer.Option, rich_help_panel="Embeddings")
-GENERATION = partial(typer.Option, rich_help_panel="Generation")
-BASELINE = partial(typer.Option, rich_help_panel="Beside Hugging Face")
-RANKS = partial(typer.Option, rich_help_panel="Several ranks")
+CLEANING, SPLITS, DNA, LARGE, STOP, DRY, MUTATIONS, STRUCTURE, EMBEDDINGS, GENERATION, BASELINE, RANKS = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in (
+        "What is kept", "Splits", "DNA", "Large inputs", "Stopping and going on", "Dry run", "Mutations", "Structure", "Embeddings",
+        "Generation", "Beside Hugging Face", "Several ranks",
+    )
+)  # fmt: skip
 
 
 def print_version(wanted: bool) -> None:
@@ -111,15 +106,11 @@ def prepare(
 
     names = inputs or []
     common.check_target("--json", json)
-    if verify is not None and names:
-        raise RequestError("--verify DIR checks one prepared folder and takes no INPUT")
     if verify is not None:
         refuse_others(context, "--verify", {"json", "verify"})
-    elif merge:
-        refuse_others(context, "--merge", {"json", "merge", "out"})
-    if verify is not None:
         results = job.verify(verify)
     elif merge:
+        refuse_others(context, "--merge", {"json", "merge", "out", "inputs"})
         results = job.merge(names, out)
     else:
         options = job.PrepareOptions(
@@ -333,7 +324,7 @@ def refuse_others(context: typer.Context, flag: str, allowed: set[str]) -> None:
     """Raise RequestError if options were given that a command does not read together with `flag`."""
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name).name == "COMMANDLINE"
-        if given and parameter.name not in allowed and parameter.name != "inputs":
+        if given and parameter.name not in allowed:
             raise RequestError(f"{flag} takes no {max(parameter.opts, key=len)}; leave it out")
 
 

@@ -238,7 +238,7 @@ REFUSALS = [
     (["prepare", "tiny.yaml", "--part", "1/3"], "--part i/n needs --out"),
     (["prepare", "tiny.yaml", "--json", "/nonexistent/x.json"], "no folder /nonexistent"),
     (["prepare", "tiny.yaml", "--part", "\u00b2/3", "--out", "o"], "i/n"),
-    (["prepare", "tiny.yaml", "--verify", "."], "takes no INPUT"),
+    (["prepare", "tiny.yaml", "--verify", "."], "--verify takes no inputs"),
     (["prepare", "--verify", ".", "--seed", "3"], "--verify takes no --seed"),
     (["prepare", "--merge", "a", "b", "--out", "c", "--no-dedup"], "--merge takes no --dedup"),
     (["prepare", "--merge", "tiny.yaml", "--out", "c"], "tiny.yaml is a file: name a folder"),

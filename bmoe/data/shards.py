@@ -94,7 +94,7 @@ class Shards:
 
     @cached_property
     def contents(self) -> str:
-        """SHA-256 over those of the files that training reads, as the manifest has them: equal for the same sequences in the same order."""
+        """SHA-256 over those of the files that training reads, as the manifest has them: equal for the same shards."""
         return hashlib.sha256("".join(digest for shard in self._shards for _, digest in shard.read_in_training()).encode()).hexdigest()
 
     def check_in_background(self) -> threading.Thread:

@@ -86,7 +86,7 @@ def check_same(folder: Path, recipe: Recipe) -> None:
 
 def check_same_data(newest: Path, shards: Shards) -> None:
     """Refuse to go on with other sequences: a checkpoint says how far their order has been read. Raises RequestError."""
-    if checkpoint.read_meta(newest).get(DATA, shards.contents) != shards.contents:
+    if checkpoint.read_meta(newest).get(DATA) != shards.contents:
         raise RequestError(
             f"--resume: {shards.directory} has other sequences in its train split than {newest} was trained on; set data.path to "
             "those, or start a new run with --out"

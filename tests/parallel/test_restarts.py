@@ -60,7 +60,8 @@ def test_what_may_pass_is_tried_again_as_often_as_allowed(tmp_path, scene, resta
     ],
 )
 def test_a_rank_leaves_whether_its_end_may_pass(tmp_path, monkeypatch, error, again, code):
-    monkeypatch.setenv(launch.PIDS, str(tmp_path)), monkeypatch.setenv(launch.ERROR_FILE, str(tmp_path / "reason.json"))
+    monkeypatch.setenv(launch.PIDS, str(tmp_path))
+    monkeypatch.setenv(launch.ERROR_FILE, str(tmp_path / "reason.json"))
     with pytest.raises(type(error)), launch.rank_of(World(torch.device("cpu"))):
         raise error
     left = json.loads((tmp_path / "reason.json").read_text())["message"]
