@@ -53,6 +53,15 @@ def test_key_of_another_section_is_found(tmp_path):
     assert "did you mean model.moe.top_k?" in fault
 
 
+def test_a_misspelt_key_is_one_fault(tmp_path):
+    """The default that stands in for it breaks a rule, which is not the user's doing."""
+    (tmp_path / "r.yaml").write_text("name: r\ndata: {path: x}\nmodel: {layers: 2, widht: 64, heads: 3}\n")
+    with pytest.raises(RecipeError) as raised:
+        load(tmp_path / "r.yaml")
+    (fault,) = raised.value.faults
+    assert fault.endswith("model.widht is not a key of the recipe; did you mean model.width?")
+
+
 def test_numbers_as_people_write_them(tmp_path):
     recipe = recipes.load(write(tmp_path, "optimizer: {lr: 4e-4}\ntraining: {steps: 1e3}\nschedule: {final_fraction: 1E-1}\n"))
     assert recipe.optimizer.lr == 4e-4 and recipe.training.steps == 1000 and recipe.schedule.final_fraction == 0.1

@@ -152,7 +152,8 @@ def validate(values: dict, lines: dict[str, str] | None = None, where: str = "re
             if len(bad) == known:
                 raise RecipeError(faults) from None
     for key, sentence in broken_rules(recipe):
-        if not any(name == key or name in sentence for name in bad):
+        misspelt = any(fault.endswith(f"did you mean {key}?") for fault in faults)  # its default stood in
+        if not misspelt and not any(name == key or name in sentence for name in bad):
             typed = [where for name, where in lines.items() if where.startswith("--set") and (name == key or name in sentence)]
             faults.append(f"{typed[-1] if typed else place(key)}: {key}: {sentence}")
     if faults:
