@@ -55,10 +55,7 @@ def test_key_of_another_section_is_found(tmp_path):
 
 def test_a_misspelt_key_is_one_fault(tmp_path):
     """The default that stands in for it breaks a rule, which is not the user's doing."""
-    (tmp_path / "r.yaml").write_text("name: r\ndata: {path: x}\nmodel: {layers: 2, widht: 64, heads: 3}\n")
-    with pytest.raises(RecipeError) as raised:
-        load(tmp_path / "r.yaml")
-    (fault,) = raised.value.faults
+    (fault,) = faults(tmp_path, "model: {layers: 2, widht: 64, heads: 3}\n")
     assert fault.endswith("model.widht is not a key of the recipe; did you mean model.width?")
 
 
