@@ -36,6 +36,7 @@ from bmoe.errors import RequestError, RunError
 from bmoe.parallel.launch import is_lost_peer, on_first
 from bmoe.parallel.world import World
 from bmoe.training.digests import DIGESTS, damage, digest, digest_text, dump
+from bmoe.training.host_memory import host_twin
 from bmoe.training.optimizer import local
 
 PARTIAL, DAMAGED = ".partial", ".damaged"
@@ -209,16 +210,10 @@ class Checkpoints:
             raise RunError(f"cannot write a checkpoint into {self.directory} ({_cause(error)}); {kept}") from error
 
     def _stage(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of this rank's part in host memory, which is page-locked for GPUs and used again by the next save."""
+        """A copy of this rank's part in host memory, which the next save uses again."""
         if name not in self.host:
-            copy = tensor.detach().to("cpu", copy=True)
-            if tensor.is_cuda:
-                part = local(copy)
-                # Where the system refuses to lock the pages, the copies are only slower.
-                torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.numel() * part.element_size(), 0)
-            self.host[name] = copy
-        else:
-            local(self.host[name]).copy_(local(tensor.detach()), non_blocking=True)
+            self.host[name] = host_twin(tensor)
+        local(self.host[name]).copy_(local(tensor.detach()), non_blocking=True)
         return self.host[name]
 
     def _guarded(self, step: int, state: dict[str, Tensor], meta: dict) -> None:
