@@ -257,21 +257,23 @@ def _weight_kernel(
         tl.store(scale_E + expert, amax * 0.002232142857142857)
 
 
-def quantize_weight(w_EOI: Tensor, interleave: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_weight(w_EOI: Tensor, interleave: bool = False, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(q_EOI, its transpose q_EIO, scale_E fp32) of bf16 weights; with `interleave`, output 2f is the gate f and 2f + 1 the up f
-    of [gate; up]. Raises TypeError for another dtype: Triton 3.6 misplaces E4M3 numbers that it rounds from fp32 and transposes."""
+    of [gate; up]. `out`: an earlier result, to be overwritten. Raises TypeError for another dtype: Triton 3.6 misplaces E4M3
+    numbers that it rounds from fp32 and transposes."""
     if w_EOI.dtype != torch.bfloat16:
         raise TypeError(f"weights are quantised from bf16, and these are {w_EOI.dtype}")
     E, outputs, inputs = w_EOI.shape
     w_EOI = w_EOI.contiguous()
     parts = max(1, min(128, triton.next_power_of_2(1024 // E)))
     amax_EP = torch.empty(E, parts, dtype=torch.float32, device=w_EOI.device)
-    q_EOI, q_EIO = torch.empty_like(w_EOI, dtype=E4M3), w_EOI.new_empty(E, inputs, outputs, dtype=E4M3)
-    scale_E = torch.empty(E, dtype=torch.float32, device=w_EOI.device)
+    if out is None:
+        scale_E = torch.empty(E, dtype=torch.float32, device=w_EOI.device)
+        out = (torch.empty_like(w_EOI, dtype=E4M3), w_EOI.new_empty(E, inputs, outputs, dtype=E4M3), scale_E)
     _amax_kernel[(E, parts)](w_EOI, amax_EP, outputs * inputs, parts, 8192, num_warps=8)
     grid = (triton.cdiv(inputs, 128), triton.cdiv(outputs, 128), E)
-    _weight_kernel[grid](w_EOI, amax_EP, q_EOI, q_EIO, scale_E, outputs, inputs, parts, interleave, 128, num_warps=8)
-    return q_EOI, q_EIO, scale_E
+    _weight_kernel[grid](w_EOI, amax_EP, *out, outputs, inputs, parts, interleave, 128, num_warps=8)
+    return out
 
 
 def _round(x: Tensor, amax: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ of experts that a rank shares with no other (`parallel.shard`) are as on one GPU
 where that takes at most a quarter of the GPU, is workspace.
 Vectors and the router are fp32 always. Activations: what forward keeps for backward, per block. Workspace: what only lives
 while one part runs (its gradients, gathered parameters, the loss in fp32, rounded copies), and what cuBLAS keeps for its products.
-Eight-bit experts keep their weights' transposed 8-bit copies from forward to backward, a byte a parameter.
+Eight-bit experts keep their weights' transposed 8-bit copies from forward to backward, a byte a parameter; fp8_row keeps both
+copies all the time where a step has several batches (`training.step.Stepper`).
 
 The peak is static plus the larger of two moments: the end of forward (all activations), or the end of backward (all bf16
 gradients, one block's activations).
@@ -24,9 +25,9 @@ from bmoe.recipe import Recipe
 GIB = 2**30
 
 
-def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, float]:
+def kept_per_block(recipe: Recipe, load: Load, dense: bool, held: bool = False) -> tuple[float, float]:
     """Bytes that one block keeps for the backward pass, and the most that recomputation brings back at one time: the feed-forward's
-    or the attention's, one after the other.
+    or the attention's, one after the other. held: the weights' 8-bit copies are kept already.
 
     Streams are [T, D]: x, its norm, attention's output; x after attention, its norm h. Compiled blocks recompute casts,
     cleaned copies and activations from their inputs.
@@ -51,7 +52,7 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
         C = 2 * moe.expert_width if model.ffn == "swiglu" else moe.expert_width
         N, experts = load.real * moe.top_k, backend.experts
         inside = _expert_rows(recipe.precision.kind, experts, N, D, C, moe.expert_width, b, compiled)
-        inside += moe.experts * D * (C + moe.expert_width) if low_bits(recipe) else 0
+        inside += moe.experts * D * (C + moe.expert_width) if low_bits(recipe) and not held else 0
         shared = moe.shared_experts * moe.expert_width
         inside += _dense_rows(model.ffn, T, shared, b, compiled) if shared else 0
         fused = experts == "triton" and moe.groups is None  # the router that reads bf16
@@ -62,10 +63,10 @@ def kept_per_block(recipe: Recipe, load: Load, dense: bool) -> tuple[float, floa
     full = attention + normed + h + routing + inside
     again = {"none": 0.0, "experts": 0.0 if dense else inside, "full": full - 2 * stream - routing}
     back = {"none": 0.0, "experts": again["experts"], "full": max(inside, again["full"] - inside)}
-    held = 0.0
+    hanging = 0.0
     if not dense and backend.experts == "te" and backend.recompute != "none":
-        held = 2 * N * D * b  # rows in and out hang on a node of the graph, where recomputation does not see them
-    return full - again[backend.recompute] + held, back[backend.recompute]
+        hanging = 2 * N * D * b  # rows in and out hang on a node of the graph, where recomputation does not see them
+    return full - again[backend.recompute] + hanging, back[backend.recompute]
 
 
 def _dense_rows(ffn: str, T: int, hidden: int, b: int, compiled: bool) -> float:
@@ -137,12 +138,13 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     batches = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world)
     sums = 4 * low if several or (batches > 1 and not fp32) else 0.0
     alone = 0.0 if replicate * shard > 1 else p.experts / ranks if several else low  # in no unit
-    weights = 4 * (low - alone) + b * alone + 4 * wide
+    held = batches > 1 and recipe.backend.experts == "triton" and low_bits(recipe) and (not several or alone > 0)
+    weights = 4 * (low - alone) + b * alone + 4 * wide + (2 * p.experts / ranks if held else 0.0)
     optimizer = moments * (low + wide) + (0 if fp32 else 2 * alone)
 
     dense_layers = model.layers if model.moe is None else model.moe.dense_layers
     kinds = {layer < dense_layers for layer in range(model.layers)}
-    block = {dense: kept_per_block(recipe, load, dense) for dense in kinds}
+    block = {dense: kept_per_block(recipe, load, dense, held) for dense in kinds}
     stream = load.tokens * model.width * b
     kept = sum(block[layer < dense_layers][0] for layer in range(model.layers)) + stream
     head = load.targets * (vocabulary * (2 * b + 12) + (4 if model.kind == "encoder" else 1) * model.width * b)
@@ -168,7 +170,7 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     workspace = one_block + gathered + CUBLAS
     if model.moe and recipe.backend.experts == "te":  # its gradients are stacked into one tensor
         workspace += TE_CUBLAS + largest / expert * b
-    elif model.moe and low_bits(recipe):
+    elif model.moe and low_bits(recipe) and not held:
         workspace += largest / expert  # the copies that are not kept
     static = weights + optimizer + sums
     gradients = sums + (4 * wide if sums else gradients_alive)

@@ -140,9 +140,9 @@ def _row_gemm(recipe: Recipe, load: Load, name: str, work: Work, backward: bool,
     """The same under fp8_row, from the tensors that its kernels read and write (model/experts/fp8.py).
 
     Forward products and data gradients are in 8 bits; what they write does not hide behind their arithmetic. Weight gradients,
-    half of the backward pass, are those of bf16. Tokens are rounded before they are routed, where there are fewer of them. The
-    activation's backward is a pass of its own, which in bf16 is part of a product: da and h read, dh written in bf16 and in 8
-    bits, the weighted activation written.
+    half of the backward pass, are those of bf16. Weights count as rounded in every batch, which is so in a step's first. Tokens
+    are rounded before they are routed, where there are fewer of them. The activation's backward is a pass of its own, which in
+    bf16 is part of a product: da and h read, dh written in bf16 and in 8 bits, the weighted activation written.
     """
     model, moe = recipe.model, recipe.model.moe
     T, D, F, N = load.tokens, model.width, moe.expert_width, load.real * moe.top_k

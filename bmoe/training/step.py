@@ -66,12 +66,19 @@ class Stepper:
         self.recipe, self.model, self.optimizer, self.device = recipe, model, optimizer, device
         self.row_multiple = ROW_MULTIPLE.get(recipe.precision.kind, 1) if recipe.backend.experts == "te" else 1
         self.graphs = Graphs(self._losses, optimizer, device) if recipe.backend.graphs is True else None
+        # Experts in FP8 of our own: with several batches a step their weights are quantised before the first.
+        self.holders = [module for module in model.modules() if optimizer.accumulate and hasattr(module, "hold")]
+        self.begun = False
 
     def backward(self, batch: Batch, totals: Tensor, jitter_key: int | None = None) -> StepSums:
         """Add the gradient of one batch, which lies on the CPU. `totals`: the step's (targets, real tokens, ..), int64.
 
         The host does not wait for the device.
         """
+        if not self.begun:
+            self.begun = True
+            for experts in self.holders:
+                experts.hold()
         if self.graphs:
             flat = self.graphs.backward(batch, totals, jitter_key)
         else:
@@ -82,6 +89,9 @@ class Stepper:
 
     def update(self, lr: float) -> Tensor:
         """Clip, update and clear the gradients; returns their global norm before clipping, on the device."""
+        self.begun = False
+        for experts in self.holders:
+            experts.let_go()
         return self.graphs.update(lr) if self.graphs else self.optimizer.step(lr)
 
     def _losses(self, inputs: dict, picked_M: Tensor, totals: Tensor, jitter_key: Tensor | int | None) -> Tensor:

@@ -8,6 +8,7 @@ from bmoe.data.alphabet import alphabet
 from bmoe.data.loader import TrainingLoader
 from bmoe.data.sampler import Position
 from bmoe.jobs.train import build
+from bmoe.kernels.fp8_gemm import why_not
 from bmoe.parallel.world import World
 from bmoe.recipe import OptimizerSection
 from bmoe.training import setup
@@ -19,12 +20,13 @@ from tests_fakes import RealLengths
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
-def stepper(graphs: bool, batches: int, compiled: bool = False, **model) -> Stepper:
+def stepper(graphs: bool, batches: int, compiled: bool = False, kind: str = "bf16", **model) -> Stepper:
     moe = {"experts": 8, "top_k": 2, "expert_width": 256, "bias_update": 0.001, **model.pop("moe", {})}
     recipe = recipes.validate(
         {
             "data": {"max_length": 512, "tokens_per_batch": 4096},
             "model": {"layers": 2, "width": 256, "heads": 4, "moe": moe, **model},
+            "precision": {"kind": kind},
             "backend": {"graphs": graphs, "compile": compiled},
             "training": {"steps": 100, "tokens_per_step": 4096 * batches},
         }
@@ -34,7 +36,7 @@ def stepper(graphs: bool, batches: int, compiled: bool = False, **model) -> Step
     return Stepper(resolved, *build(resolved, alphabet("protein"), world), world.device)
 
 
-def run(subject: Stepper, steps: int, sync_free_from: int | None = None) -> tuple[list[float], list[float]]:
+def run(subject: Stepper, steps: int, sync_free_from: int | None = None, rate: float = 1e-5) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     subject.model.train()
     jitter = subject.recipe.model.moe.jitter > 0
@@ -48,7 +50,7 @@ def run(subject: Stepper, steps: int, sync_free_from: int | None = None) -> tupl
                 for number, batch in enumerate(batches):
                     part = subject.backward(batch, totals, step * 8 + number if jitter else None)
                     sums = part if sums is None else sums + part
-                norm = subject.update(1e-5)
+                norm = subject.update(rate)
                 subject.model.update_router_bias(sums.counts_LE, 0.001)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -74,6 +76,22 @@ def test_replayed_steps_equal_eager_ones(batches, moe, compiled):
         moved += float((first - before).square().sum())
         difference += float((first - second).square().sum())
     assert moved > 0 and difference < 0.2 * moved, (moved, difference)  # AdamW's first steps go by the sign of the least gradient
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_held_in_fp8_follow_every_update(compiled):
+    """Three batches a step: replayed and eager steps with weights quantised once a step, and eager ones that quantise in every
+    pass, go the same way. At this rate stale weights would be seen at the second step."""
+    if why_not(torch.device("cuda"), torch.bfloat16, 256, 256):
+        pytest.skip("no FP8 products here")
+    replayed, held, plain = (stepper(graphs, 3, compiled, "fp8_row") for graphs in (True, False, False))
+    assert len(replayed.holders) == len(held.holders) == 2
+    plain.holders = []
+    expected = run(plain, 8, rate=1e-3)
+    for subject in (held, replayed):
+        losses, norms = run(subject, 8, rate=1e-3)
+        assert losses == pytest.approx(expected[0], rel=5e-3) and norms == pytest.approx(expected[1], rel=0.1)
+    assert replayed.graphs.update_graph is not None and expected[0][-1] < 0.97 * expected[0][0]
 
 
 @pytest.mark.parametrize("batches", [1, 3])

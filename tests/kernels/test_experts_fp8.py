@@ -96,3 +96,60 @@ def test_refuses_what_it_cannot(monkeypatch):
     ids_TK = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(RequestError, match="multiples of 16"):
         module(torch.zeros(1, 24, device=DEVICE, dtype=torch.bfloat16), ids_TK, torch.ones(1, 1, device=DEVICE))
+
+
+def test_held_weights_are_those_of_when_they_were_held():
+    """The same bits as quantising in every pass, in memory that stays; new values count from the next `hold` or `let_go` on."""
+    _, module, x_TD, weights_TK, dy_TD = pair(29, 4, 2, 32, 48)
+    ids_TK = torch.randint(4, (29, 2), device=DEVICE)
+
+    def results():
+        module.zero_grad(set_to_none=True)
+        return {name: value.clone() for name, value in run(module, x_TD, ids_TK, weights_TK, dy_TD).items()}
+
+    def same(first, second):
+        return all(torch.equal(first[name], second[name]) for name in first)
+
+    before = results()
+    module.hold()
+    places = [tensor.data_ptr() for tensor in module.held]
+    assert same(results(), before)
+    with torch.no_grad():
+        module.gate_up.mul_(-1.5)
+        module.down.mul_(2.5)
+    held = results()
+    assert all(torch.equal(held[name], before[name]) for name in ("y", "x", "weights"))
+    module.hold()
+    after = results()
+    assert not torch.equal(after["y"], before["y"]) and [tensor.data_ptr() for tensor in module.held] == places
+    module.let_go()
+    assert same(results(), after)
+    assert not any("held" in name for name in module.state_dict())
+
+
+def test_weights_in_parts_or_in_fp32_are_not_held():
+    module = build_experts("triton", 2, 32, 32, precision="fp8_row").to(DEVICE)
+    module.hold()
+    assert not module.holds and not module.held
+
+
+@pytest.mark.no_cover
+def test_holding_compiles_each_way_once():
+    """All layers share one program with held weights and one without."""
+    modules = [pair(24, 4, 2, 32, 32)[1] for _ in range(3)]
+    _, _, x_TD, weights_TK, dy_TD = pair(24, 4, 2, 32, 32)
+    ids_TK = torch.randint(4, (24, 2), device=DEVICE)
+    eager = run(modules[0], x_TD, ids_TK, weights_TK, dy_TD)
+    torch._dynamo.reset()
+    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for module in modules:
+        module.compile(fullgraph=True, backend=count)
+    for _ in range(3):
+        for module in modules:
+            module.hold()
+            module.zero_grad(set_to_none=True)
+            compiled = run(module, x_TD, ids_TK, weights_TK, dy_TD)
+            assert all(torch.equal(eager[name], compiled[name]) for name in eager)
+            module.let_go()
+            run(module, x_TD, ids_TK, weights_TK, dy_TD)
+    assert count.frame_count == 2

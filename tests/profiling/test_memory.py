@@ -114,19 +114,25 @@ def test_auto_counts_as_what_it_becomes_on_a_gpu(recipe_of):
     assert taken == {"h100": "flash", "b200": "varlen"}, "flash-attn-4 was compared with float64 on Hopper only"
 
 
+@pytest.mark.parametrize("batches", [1, 3])
 @pytest.mark.parametrize("recompute", ["none", "experts", "full"])
-def test_fp8_row_keeps_a_byte_for_each_weight_of_the_experts(recipe_of, recompute):
-    """The transposed copies; with recomputation they are made again, one layer at a time."""
+def test_fp8_row_keeps_a_byte_for_each_weight_of_the_experts(recipe_of, recompute, batches):
+    """The transposed copies; with recomputation they are made again, one layer at a time. Both copies are held where a step has
+    several batches."""
     model = {"layers": 5, "width": 256, "heads": 4, "moe": {"experts": 4, "top_k": 2, "expert_width": 1024}}
     load = Load(1024, 1000, 1e5, 150)
 
     def sizes(kind):
         recipe = recipe_of(model=model, precision={"kind": kind}, backend={"recompute": recompute}, data={"tokens_per_batch": 1024})
-        return by_category(recipe.model_copy(update={"training": recipe.training.model_copy(update={"tokens_per_step": 1024})}), 33, load)
+        training = recipe.training.model_copy(update={"tokens_per_step": 1024 * batches})
+        return by_category(recipe.model_copy(update={"training": training}), 33, load)
 
     bf16, low = sizes("bf16"), sizes("fp8_row")
     layer = 4 * 3 * 256 * 1024
-    kept, copies = (5 * layer, layer) if recompute == "none" else (0, 2 * layer)
+    held, kept, copies = (0, 5 * layer, layer) if recompute == "none" else (0, 0, 2 * layer)
+    if batches > 1:
+        held, kept, copies = 10 * layer, 0, 0
+    assert (low["weights"] - bf16["weights"]) * GIB == pytest.approx(held)
     assert (low["activations"] - bf16["activations"]) * GIB == pytest.approx(kept)
     assert (low["workspace"] - bf16["workspace"]) * GIB == pytest.approx(copies)
 

@@ -13,10 +13,14 @@ where the K rows of a token are summed, in fp32. Compared with one scale per ten
 precision beside a row of large ones, and no pass over a tensor is needed before it is quantised.
 
 Saved for the backward: what the bf16 path saves, and the transposed FP8 weights (3 D F bytes an expert).
+
+A step of several batches quantises its weights once: `hold` does it before the first, into memory that stays (6 D F bytes
+an expert), and the passes of the step read that until `let_go`. Otherwise every forward pass quantises them.
 """
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from bmoe.errors import RequestError
 from bmoe.kernels import fp8, fp8_gemm, fused_gemm
@@ -25,38 +29,57 @@ from bmoe.kernels.rows import combine, sort_slots, to_slots
 from bmoe.model.experts.triton import TritonExperts
 
 
-def _forward_fake(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF):
-    n, new = experts_TK.numel(), experts_TK.new_empty
+def _weights_fake(gate_up_ECD, down_EDF):
     E, C, D = gate_up_ECD.shape
+    new, scales = gate_up_ECD.new_empty, (gate_up_ECD.new_empty(E, dtype=torch.float32), gate_up_ECD.new_empty(E, dtype=torch.float32))
+    up8 = (new(E, C, D, dtype=fp8.E4M3), new(E, D, C, dtype=fp8.E4M3), scales[0])
+    return *up8, new(E, D, C // 2, dtype=fp8.E4M3), new(E, C // 2, D, dtype=fp8.E4M3), scales[1]
+
+
+@operator("experts_fp8_weights", _weights_fake)
+def quantize_weights(gate_up_ECD: Tensor, down_EDF: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """gate_up8_EID (interleaved), its transpose gate_up8_EDI, gate_up_scale_E, and down8_EDF, down8_EFD, down_scale_E.
+
+    Raises RequestError where the products cannot run (here, where torch.compile does not look).
+    """
+    _check(down_EDF)
+    return *fp8.quantize_weight(gate_up_ECD, interleave=True), *fp8.quantize_weight(down_EDF)
+
+
+def _check(down_EDF: Tensor) -> None:
+    reason = fp8_gemm.why_not(down_EDF.device, down_EDF.dtype, down_EDF.shape[1], down_EDF.shape[2])
+    if reason is not None:
+        raise RequestError(f"precision.kind fp8_row cannot run here: {reason}.")
+
+
+def _forward_fake(x_TD, experts_TK, weights_TK, gate_up8_EID, gate_up_scale_E, down8_EDF, down_scale_E):
+    n, new = experts_TK.numel(), experts_TK.new_empty
+    E, C, D = gate_up8_EID.shape
     order = (new(n, dtype=torch.int32), new(n, dtype=torch.int32), new(n, dtype=torch.float32), new(E + 1, dtype=torch.int32))
-    weights8 = (x_TD.new_empty(E, D, C, dtype=fp8.E4M3), x_TD.new_empty(E, C // 2, D, dtype=fp8.E4M3))
-    scales = (new(E, dtype=torch.float32), new(E, dtype=torch.float32))
-    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(n, C), *order, *weights8, *scales
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(n, C), *order
 
 
 @operator("experts_fp8", _forward_fake)
 def experts_forward(
-    x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y_TD, and for the backward h_NI, the Order, both weights in FP8 transposed, and their scales.
-
-    Raises RequestError where the products cannot run (here, where torch.compile does not look).
-    """
-    reason = fp8_gemm.why_not(x_TD.device, x_TD.dtype, down_EDF.shape[1], down_EDF.shape[2])
-    if reason is not None:
-        raise RequestError(f"precision.kind fp8_row cannot run here: {reason}.")
+    x_TD: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up8_EID: Tensor,
+    gate_up_scale_E: Tensor,
+    down8_EDF: Tensor,
+    down_scale_E: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y_TD, and for the backward h_NI and the Order."""
     x_TD, k = x_TD.contiguous(), experts_TK.shape[1]
-    order = sort_slots(experts_TK, weights_TK, gate_up_ECD.shape[0])
+    order = sort_slots(experts_TK, weights_TK, gate_up8_EID.shape[0])
     bounds_E1 = order.bounds_E1
-    gate_up8_EID, gate_up8_EDI, gate_up_scale_E = fp8.quantize_weight(gate_up_ECD, interleave=True)
-    down8_EDF, down8_EFD, down_scale_E = fp8.quantize_weight(down_EDF)
     x8_TD, scale_T = fp8.quantize_rows(x_TD)
     scale_N = fp8.row_scales(scale_T, order.token_of_row_N, gate_up_scale_E, bounds_E1)
     h_NI, a_NF = fp8_gemm.up(x8_TD, gate_up8_EID, scale_N, order.token_of_row_N, bounds_E1)
     a8_NF, scale_N = fp8.quantize_rows(a_NF, bounds_E1, down_scale_E, order.weight_of_row_N)
     o_ND = fp8_gemm.down(a8_NF, down8_EDF, bounds_E1)
     y_TD = combine(o_ND, order.row_of_slot_N, k, to_slots(scale_N, order.row_of_slot_N))
-    return y_TD, h_NI, *order, gate_up8_EDI, down8_EFD, gate_up_scale_E, down_scale_E
+    return y_TD, h_NI, *order
 
 
 def _backward_fake(dy_TD, x_TD, h_NI, row_N, token_N, weight_N, bounds_E1, gate_up8_EDI, down8_EFD, gate_up_scale_E, down_scale_E, k):
@@ -98,23 +121,46 @@ def experts_backward(
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF):
-        y_TD, *saved = experts_forward(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF)
-        ctx.k = experts_TK.shape[1]
-        ctx.save_for_backward(x_TD, *saved)
+    def forward(ctx, x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, *held):
+        up8_EID, up8_EDI, up_scale_E, down8_EDF, down8_EFD, down_scale_E = held or quantize_weights(gate_up_ECD, down_EDF)
+        y_TD, *saved = experts_forward(x_TD, experts_TK, weights_TK, up8_EID, up_scale_E, down8_EDF, down_scale_E)
+        ctx.k, ctx.held = experts_TK.shape[1], len(held)
+        ctx.save_for_backward(x_TD, *saved, up8_EDI, down8_EFD, up_scale_E, down_scale_E)
         return y_TD
 
     @staticmethod
     def backward(ctx, dy_TD):
         dx_TD, dweights_TK, dgate_up_ECD, ddown_EDF = experts_backward(dy_TD, *ctx.saved_tensors, ctx.k)
-        return dx_TD, None, dweights_TK, dgate_up_ECD, ddown_EDF
+        return dx_TD, None, dweights_TK, dgate_up_ECD, ddown_EDF, *[None] * ctx.held
 
 
 class Fp8Experts(TritonExperts):
     """SwiGLU experts without biases in row-wise FP8."""
 
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.held: tuple[Tensor, ...] = ()
+        self.holds = False
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Quantise the weights as they are now, for all passes up to `let_go`. Parts of weights (FSDP2) and such in fp32 are not
+        held. Raises RequestError where the products cannot run."""
+        weights = [p.data for p in (self.gate_up, self.down)]
+        if any(isinstance(w, DTensor) or w.dtype != torch.bfloat16 for w in weights):
+            return
+        _check(weights[1])
+        halves = (self.held[:3], self.held[3:])
+        made = [fp8.quantize_weight(w, up, out or None) for w, up, out in zip(weights, (True, False), halves, strict=True)]
+        self.held, self.holds = (*made[0], *made[1]), True
+
+    def let_go(self) -> None:
+        """Quantise the weights in every pass from here on. The memory stays: CUDA graphs have recorded its addresses."""
+        self.holds = False
+
     def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """y_TD in bf16, of bf16 x_TD. Raises RequestError where the products cannot run."""
         if x_TD.shape[0] == 0:
             return super().forward(x_TD, experts_TK, weights_TK)
-        return _Experts.apply(x_TD, experts_TK, weights_TK, self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype))
+        held = self.held if self.holds else ()
+        return _Experts.apply(x_TD, experts_TK, weights_TK, self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype), *held)
