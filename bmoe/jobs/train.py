@@ -204,8 +204,7 @@ def build(resolved: Recipe, letters: Alphabet, world: World, fresh: bool = True,
     setup.distribute(model, resolved, world)
     optimizer = setup.build_optimizer(model, resolved, world)
     if resolved.backend.compile:
-        for block in model.blocks:
-            block.compile()
+        setup.compile_blocks(model, resolved)
     return model, optimizer
 
 

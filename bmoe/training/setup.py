@@ -13,7 +13,7 @@ from bmoe.errors import RequestError
 from bmoe.model.experts.auto import choose
 from bmoe.model.transformer import Transformer, Vocabulary, initial_value
 from bmoe.parallel import shard
-from bmoe.parallel.dispatch import why_torch_exchanges
+from bmoe.parallel.dispatch import ExpertParallel, why_torch_exchanges
 from bmoe.parallel.world import World
 from bmoe.recipe import Recipe
 from bmoe.training.optimizer import AdamW, is_matrix
@@ -170,6 +170,21 @@ def to_compute_dtype(model: nn.Module) -> dict[str, Tensor]:
     for name, value in before.items():
         model.get_parameter(name).data = value.to(torch.bfloat16)
     return before
+
+
+def compile_blocks(model: Transformer, recipe: Recipe, **options) -> None:
+    """Compile the blocks of a model in place; `options` are torch.compile's.
+
+    A dispatch of expert parallelism divides its block's program, because the host reads how many rows come. What lies between
+    is compiled by itself, for any number of rows: the shared expert, and experts that are more than one operator.
+    """
+    for block in model.blocks:
+        block.compile(**options)
+        if isinstance(block.ffn, ExpertParallel):
+            inner = [block.ffn.shared] if block.ffn.shared is not None else []
+            inner += [block.ffn.experts] if recipe.backend.experts == "grouped" else []
+            for module in inner:
+                module.compile(dynamic=True, **options)
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe, world: World) -> AdamW:

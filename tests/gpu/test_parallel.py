@@ -136,8 +136,8 @@ def make_trainer(way: str, recipe: recipes.Recipe, one_rank: World, folder: Path
                 block.ffn.transport = Home()
         shard.apply(model, world, recipe, setup.lives_whole, lambda name, shape: torch.empty(shape), lone=True)
         optimizer = setup.build_optimizer(model, recipe, world)
-    for block in model.blocks if compiled else ():
-        block.compile()
+    if compiled:
+        setup.compile_blocks(model, recipe)
     model.train()
     return Trainer(recipe, folder, RealLengths(10), model, optimizer, world, state.Progress(), Quiet(), dict, lambda *_: None)
 

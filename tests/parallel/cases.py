@@ -146,6 +146,7 @@ def train(
     steps: int = 3,
     sabotage: str = "",
     stay_gathered: bool = True,
+    compiled: str = "",
     **sections,
 ) -> dict:
     """Losses and norms of `steps` steps, the first step's gradients (before clipping), and all state after the last."""
@@ -153,6 +154,8 @@ def train(
     world, model, optimizer = build(rank, size, recipe, getattr(torch, dtype))
     trainer = make_trainer(Path("unused"), recipe, Proteins(), model, optimizer, world)
     trainer.stay_gathered = stay_gathered
+    if compiled:
+        setup.compile_blocks(model, recipe, backend=compiled)
     undo = break_on_purpose(sabotage, model, optimizer)
     first: dict = {}
     norm_of = optimizer.global_norm

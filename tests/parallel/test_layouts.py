@@ -66,6 +66,15 @@ def test_weights_that_are_freed_after_each_pass_change_nothing(ranks, one, layou
         assert worst(got["gradients"], want["gradients"])[0] < 1e-9
 
 
+@pytest.mark.no_cover
+def test_compiled_blocks_change_nothing(ranks, one):
+    """Also what a dispatch keeps out of its block's program: grouped experts and the shared one, for changing numbers of rows."""
+    want = one(backend={"experts": "grouped"})
+    for got in ranks(2).run("train", layout=(1, 1, 2), compiled="aot_eager", backend={"experts": "grouped"}):
+        assert relative(got["losses"], want["losses"]) < 1e-9 and relative(got["norms"], want["norms"]) < 1e-9
+        assert worst(got["gradients"], want["gradients"])[0] < 1e-9
+
+
 @pytest.mark.parametrize("stay_gathered", [True, False])
 @pytest.mark.parametrize("recompute", ["experts", "full"])
 @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 2)])
