@@ -19,6 +19,10 @@ from bmoe.profiling.measure import Subject, Take, synchronise
 from bmoe.profiling.timeline import between, mark
 
 
+PASSES = 3
+"""Of each lane on a GPU: the median of three steps ignores one."""
+
+
 class Seen(NamedTuple):
     """What was in a step of one rank: real tokens, residues, slots."""
 
@@ -87,8 +91,8 @@ class Ours:
 
 
 def again(device: torch.device) -> int:
-    """Untimed steps before a later pass, after other contestants have used the device."""
-    return 1 if device.type == "cuda" else 0
+    """Untimed steps before a later pass: other contestants have used the device, and a new loader has no batches ready yet."""
+    return 3 if device.type == "cuda" else 0
 
 
 def allocated(device: torch.device) -> int:
@@ -163,7 +167,8 @@ def race(
 ) -> list[Lane]:
     """Every contestant in every form and routing, in turns, ours first and last. `switch` sets the routing.
 
-    On a GPU two passes of each, and a third of ours; one of each on the CPU, whose clock does not drift so. Collective.
+    On a GPU three passes of each, so that one that was disturbed (a host that stops for half a second to collect garbage) does not
+    count, and a fourth of ours; one of each on the CPU, where that would take minutes. Collective.
     """
     lanes = [Lane(c, form, routing) for routing in routings for c in (*ours, *theirs) for form in c.form_names]
 
@@ -177,7 +182,7 @@ def race(
         if other is lane:
             run(lane, first=True)
         lane.peak, lane.out_of_memory = other.peak, other.out_of_memory
-    for _ in range(2 if world.device.type == "cuda" else 1):
+    for _ in range(PASSES if world.device.type == "cuda" else 1):
         for lane in lanes:
             run(lane, first=False)
     for lane in lanes:

@@ -215,3 +215,16 @@ def test_compiled_layers_are_few_programs(recipe_of, monkeypatch):
         theirs.steps(form, first=True)
         compiled.append(programs.frame_count)
     assert compiled == [1, 2, 2]
+
+
+def test_one_disturbed_pass_does_not_count():
+    """The host of an H200 stopped for half a second in one pass of a baseline, which then looked 1.6 times as slow."""
+
+    class Quiet:
+        name, form_names, resident = "hf", ("padded",), 0
+
+    lane = race.Lane(Quiet(), "padded", "natural")
+    lane.passes = [[race.Step(seconds, 100.0, 98.0, 100.0)] * 10 for seconds in (0.0766, 0.1251, 0.0768)]
+    assert len(lane.passes) == race.PASSES
+    row = lane.row()
+    assert row["step_s"] == pytest.approx(0.0768) and row["step_s_high"] == pytest.approx(0.1251)
