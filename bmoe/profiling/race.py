@@ -18,7 +18,6 @@ from bmoe.parallel.world import World
 from bmoe.profiling.measure import Subject, Take, synchronise
 from bmoe.profiling.timeline import between, mark
 
-
 PASSES = 3
 """Of each lane on a GPU: the median of three steps ignores one."""
 
