@@ -6,7 +6,9 @@
    and head): few, because each takes time of the host, and one inside a block cuts its compiled graph.
    A mesh of one rank gets no units: nothing there is to be gathered or summed, and FSDP2 would copy every weight and gradient
    once a step for it. So the experts of a rank that shares them with no other (data_replicate = data_shard = 1) live as on
-   one GPU: rounded to bf16 with split masters, their gradients summed in fp32 by the optimizer.
+   one GPU: rounded to bf16 with split masters, their gradients summed in fp32 by the optimizer. Where every rank has a copy of
+   everything (data_shard = expert = 1) there is no unit at all: each batch is that of one GPU, and the optimizer sums all
+   gradients over the ranks once a step.
 3. Vectors and the router stay whole and fp32 on every rank: they are below 0.1 % of the parameters, and FSDP2 gathers one
    unit in one dtype. The optimizer sums their gradients once a step.
 
@@ -51,7 +53,7 @@ def apply(
     )
 
     def unit(module: nn.Module, ranks: DeviceMesh, placement: Callable[[nn.Parameter], Shard] | None = None) -> None:
-        if ranks.size() == 1 and not lone:
+        if not lone and (ranks.size() == 1 or mesh.copy_group.size() == 1):
             alone.update(module.parameters())
             return
         kept = alone | {p for name, p in model.named_parameters() if whole(name, p)}

@@ -10,7 +10,7 @@ Ring algorithms: gathering or scattering n bytes over g ranks sends n (g - 1) / 
                      passes; the weights there and their gradients back (4 bytes each)
 
 Weights are gathered once a step where units stay gathered (`shard.fits_gathered`), else twice a batch; gradients are
-reduced as often as a step or a batch ends.
+reduced as often as a step or a batch ends, those of whole copies once a step.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,8 @@ class Traffic(NamedTuple):
 def traffic(sizes: Sizes, replicas: int, shards: int, expert: int, batches: int, low: bool, stay_gathered: bool) -> Traffic:
     """batches: a rank's, in a step. low: bf16 weights and rows (else fp32)."""
     weight = 2 if low else 4
-    gathers, reductions = (1, 1) if stay_gathered else (2 * batches, batches)
+    copies = shards * expert == 1
+    gathers, reductions = (1, 1) if stay_gathered or copies else (2 * batches, batches)
     dense, experts = _part(shards * expert) * sizes.dense, _part(shards) * sizes.experts / expert
     held = sizes.dense / (shards * expert) + sizes.experts / (shards * expert)
     per_row = 4 * sizes.width * weight + 2 * 4
@@ -55,7 +56,9 @@ def traffic(sizes: Sizes, replicas: int, shards: int, expert: int, batches: int,
 
 
 def gathered_parameters(dense: float, experts: float, replicas: int, shards: int, expert: int) -> float:
-    """Parameters that one rank gathers in all its units. Experts that it alone holds are in none."""
+    """Parameters that one rank gathers in all its units. Experts that it alone holds are in none, nor is anything of a copy."""
+    if shards * expert == 1:
+        return 0.0
     return dense + (experts / expert if replicas * shards > 1 else 0.0)
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 from bmoe.parallel.mesh import Mesh, build_mesh
 from bmoe.recipe import ParallelSection
 
+LARGE = 2**20
+"""Elements of a tensor that a collective of its own sums at the full rate; a copy of it would only cost memory."""
+
 
 def wait(work: dist.Work, collective: str) -> None:
     """Wait for a collective that was started before; the watchdog reads its name here (`watchdog.where`)."""
@@ -53,14 +56,20 @@ class World:
         return tensor
 
     def sum_all(self, tensors: list[Tensor]) -> None:
-        """Sum each tensor over all ranks, in place, in one collective a dtype."""
+        """Sum each tensor over all ranks, in place: large ones each by itself, the small ones in one collective a dtype."""
         if self.size == 1:
             return
-        for dtype in sorted({t.dtype for t in tensors}, key=str):
-            same = [t for t in tensors if t.dtype == dtype]
+        large = [t for t in tensors if t.numel() >= LARGE and t.is_contiguous()]
+        works = [dist.all_reduce(t, async_op=True) for t in large]
+        alone = {id(t) for t in large}
+        small = [t for t in tensors if id(t) not in alone]
+        for dtype in sorted({t.dtype for t in small}, key=str):
+            same = [t for t in small if t.dtype == dtype]
             flat = torch.cat([t.reshape(-1) for t in same])
             dist.all_reduce(flat)
             torch._foreach_copy_(same, [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in same]), same, strict=True)])
+        for work in works:
+            wait(work, "all_reduce")
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -136,9 +136,10 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     b = 4 if fp32 else 2
     moments = 8 if recipe.optimizer.state_dtype == "fp32" else 4
     batches = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world)
-    sums = 4 * low if several or (batches > 1 and not fp32) else 0.0
-    alone = 0.0 if replicate * shard > 1 else p.experts / ranks if several else low  # in no unit
-    held = batches > 1 and recipe.backend.experts == "triton" and low_bits(recipe) and (not several or alone > 0)
+    copies = ranks == 1  # on every rank all, and as on one GPU
+    sums = 4 * low if not copies or ((batches > 1 or several) and not fp32) else 0.0
+    alone = low if copies else 0.0 if replicate * shard > 1 else p.experts / ranks  # in no unit
+    held = (batches > 1 or copies and several) and recipe.backend.experts == "triton" and low_bits(recipe) and alone > 0
     weights = 4 * (low - alone) + b * alone + 4 * wide + (2 * p.experts / ranks if held else 0.0)
     optimizer = moments * (low + wide) + (0 if fp32 else 2 * alone)
 

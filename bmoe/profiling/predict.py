@@ -221,13 +221,14 @@ def step(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, world: int = 1
     update = optimizer_work(recipe, vocabulary, ranks)
     optimizer_s = (update.bytes / (chip.bandwidth * e.optimizer) + update.kernels * e.kernel_s) / (1 - e.idle)
     accumulate_s = 0.0
-    if batches > 1 and recipe.precision.kind != "fp32":
+    if (batches > 1 or (world > 1 and ranks == 1)) and recipe.precision.kind != "fp32":
         accumulate_s = _seconds(accumulation_work(recipe, vocabulary).times(1 / ranks), chip.bf16, chip, e)
     comm = communication(recipe, vocabulary, load, world, chip, e) if world > 1 else None
     exposed = 0.0
     if comm:  # weights that travel once a step hide behind one batch only
         beside = compute_s if comm["stays_gathered"] else batches * compute_s
-        exposed = comm["all_to_all_s"] + max((1 - e.overlap) * comm["parameter_s"], comm["parameter_s"] - beside)
+        hidden = min(e.overlap * comm["parameter_s"], beside) if ranks > 1 else 0.0  # copies sum gradients behind the last batch
+        exposed = comm["all_to_all_s"] + comm["parameter_s"] - hidden
     step_s = batches * (compute_s + accumulate_s) + exposed + optimizer_s
     batch_s = (step_s - optimizer_s) / batches
     flops = model_flops(recipe.model, vocabulary, load)

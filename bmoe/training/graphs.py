@@ -8,7 +8,8 @@ not fit makes the graphs be recorded anew, with more room.
 
 The first batches before each recording, and the first update, run eagerly: that compiles, tunes and loads what is compiled,
 tuned and loaded at first use, which a recording would not survive. They are ordinary parts of training, and nothing is
-computed twice. torch waits for the device nowhere here but in a recording.
+computed twice. torch waits for the device nowhere here but in a recording. Ranks that each have a copy of the whole model sum
+their gradients between the two graphs.
 
 The memory of a recording stays reserved: validation and whatever runs eagerly needs its own beside it.
 """
@@ -80,9 +81,10 @@ class Graphs:
             if self.batch_graph is None or not self.updated:
                 self.updated = True
                 return self.optimizer.update()
+            self.optimizer.sum_over_ranks()
             if self.update_graph is None:
                 self.optimizer.locate()
-                self.update_graph, self.norm = self._record(self.optimizer.update)
+                self.update_graph, self.norm = self._record(self.optimizer.apply)
                 self.located = self.optimizer.located
             self.optimizer.located = self.located  # a step outside of the recording may have been elsewhere
             self.update_graph.replay()

@@ -48,11 +48,11 @@ class AdamW:
     Args:
         parameters: (name, parameter) pairs. bf16 parameters keep fp32 masters, taken from `masters` if given.
         section: the recipe's optimizer section.
-        accumulate: whether several backward passes make one step.
+        accumulate: whether several backward passes make one step, or ranks sum their gradients: in fp32 either way.
         masters: fp32 values of the bf16 parameters before they were rounded.
         parts: names of the parameters of which this rank holds a part only.
         reduce: sums a 0-dim tensor over the ranks that together hold those (identity for one process).
-        sum_whole: sums gradients over all ranks in place, for the parameters that are whole on every rank.
+        sum_whole: sums gradients over all ranks in place, for the parameters that are whole on every rank; None for one process.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AdamW:
         masters: dict[str, Tensor] | None = None,
         parts: frozenset[str] = frozenset(),
         reduce: Callable[[Tensor], Tensor] = lambda x: x,
-        sum_whole: Callable[[list[Tensor]], None] = lambda gradients: None,
+        sum_whole: Callable[[list[Tensor]], None] | None = None,
     ):
         self.section, self.accumulate, self.parts, self.reduce, self.sum_whole = section, accumulate, parts, reduce, sum_whole
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
@@ -172,14 +172,24 @@ class AdamW:
         """The learning rate of the updates from here on."""
         self.rate.fill_(lr)
 
-    @torch.no_grad()
     def update(self) -> Tensor:
+        """`sum_over_ranks`, then `apply`."""
+        self.sum_over_ranks()
+        return self.apply()
+
+    @torch.no_grad()
+    def sum_over_ranks(self) -> None:
+        """Sum the gradients of what is whole on every rank. Collective."""
+        if self.sum_whole is not None:
+            self.sum_whole([self.gradient(name) for name in self.parameters if name not in self.parts])
+
+    @torch.no_grad()
+    def apply(self) -> Tensor:
         """Clip, update, clear the gradients. Returns the norm before clipping; a non-finite one skips the step.
 
         All that changes from step to step is read on the device, so that a CUDA graph of this can be replayed.
         """
         s = self.section
-        self.sum_whole([self.gradient(name) for name in self.parameters if name not in self.parts])
         norm = self.global_norm()
         counters = (self.attempted, self.skipped, self.skipped_in_a_row)
         if self.fused:

@@ -67,7 +67,7 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
         reasons["backend.compile"] = "auto: pays on GPUs" if cuda else "auto: compiling costs more than it saves on CPUs"
     if parallel.expert > 1:
         reasons["parallel.expert"] = why_torch_exchanges(world.device, low)
-    graphs, hindrance = backend.graphs, why_no_graphs(recipe, world, experts, attention)
+    graphs, hindrance = backend.graphs, why_no_graphs(recipe, world, experts, attention, shard)
     if graphs == "auto":
         graphs = hindrance is None
         reasons["backend.graphs"] = f"auto: {hindrance or 'nothing in a step waits for the device'}"
@@ -104,12 +104,14 @@ def choose_attention(recipe: Recipe, device: torch.device) -> tuple[str, str | N
     return "flash", "the kernels of flash-attn-4 for packed sequences"
 
 
-def why_no_graphs(recipe: Recipe, world: World, experts: str, attention: str) -> str | None:
-    """Why steps cannot be replayed as CUDA graphs, or None; `experts` and `attention` as resolved."""
+def why_no_graphs(recipe: Recipe, world: World, experts: str, attention: str, shards: int) -> str | None:
+    """Why steps cannot be replayed as CUDA graphs, or None; `experts`, `attention` and `shards` (data_shard) as resolved."""
     if world.device.type != "cuda":
         return "CUDA graphs need a GPU"
-    if world.size > 1:
-        return "several ranks exchange numbers of rows through the host"
+    if recipe.parallel.expert > 1:
+        return "ranks that share experts exchange numbers of rows through the host"
+    if shards > 1:
+        return f"FSDP2 gathers weights anew in every step; parallel.data_replicate: {world.size} keeps a copy on each GPU, if it has room"
     if recipe.model.moe and experts not in ("triton", "grouped"):
         return f"experts by {experts} read the loads of the experts on the host"
     if recipe.model.moe and (recipe.model.width % 8 or recipe.model.moe.expert_width % 8):
@@ -191,4 +193,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe, world: World) -> AdamW:
     """The optimizer of a fp32 model; rounds the model's matrices to bf16 if the precision says so."""
     masters = None if recipe.precision.kind == "fp32" else to_compute_dtype(model)
     per_rank = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world.size)
-    return AdamW(model.named_parameters(), recipe.optimizer, per_rank > 1, masters, shard.parts(model), world.sum_shards, world.sum_all)
+    parts, several = shard.parts(model), world.size > 1
+    accumulate = per_rank > 1 or (several and not parts)
+    sum_whole = world.sum_all if several else None
+    return AdamW(model.named_parameters(), recipe.optimizer, accumulate, masters, parts, world.sum_shards, sum_whole)

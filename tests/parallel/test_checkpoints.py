@@ -27,12 +27,12 @@ def assert_equal_tensors(one: dict, two: dict) -> None:
 
 
 def test_any_layout_loads_any_other(ranks, tmp_path):
-    """EP 4 -> 1 -> 2 -> FSDP 4 -> 1 and HSDP in between: the same bits, and the same loss."""
+    """EP 4 -> 1 -> 2 -> FSDP 4 -> 1, HSDP and whole copies in between: the same bits, and the same loss."""
     first = tmp_path / "first"
     everywhere(ranks, "part", (1, 1, 4), folder=str(first), steps=4)
     want, folder, losses = runs.final_tensors(first), first, []
     assert want["model.blocks.0.ffn.experts.gate_up"].shape == (8, 48, 32)
-    for number, layout in enumerate([(1, 1, 4), (1, 1, 1), (1, 1, 2), (1, 4, 1), (1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1)]):
+    for number, layout in enumerate([(1, 1, 4), (1, 1, 1), (1, 1, 2), (1, 4, 1), (1, 1, 1), (2, 1, 2), (1, 2, 2), (2, 1, 1), (1, 2, 1)]):
         out = tmp_path / str(number)
         losses.append(everywhere(ranks, "reload", layout, folder=str(folder), out=str(out)))
         assert_equal_tensors(runs.final_tensors(out), want)
@@ -40,7 +40,7 @@ def test_any_layout_loads_any_other(ranks, tmp_path):
     assert max(losses) - min(losses) < 1e-6 * losses[0]
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 1)])
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 1), (2, 1, 1)])
 def test_resumed_at_the_same_world_size_bit_for_bit(ranks, tmp_path, layout):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     everywhere(ranks, "part", layout, folder=str(whole), steps=6)
@@ -80,12 +80,13 @@ def test_damage_that_one_rank_finds_is_known_to_all_and_the_one_before_is_taken(
     assert runs.records(parts) == runs.records(whole)
 
 
-def test_a_bf16_run_goes_on_over_two_ranks(ranks, tmp_path):
-    """From split masters on one process to fp32 shards on two, and back."""
+@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 1)])
+def test_a_bf16_run_goes_on_over_two_ranks(ranks, tmp_path, layout):
+    """From split masters on one process to fp32 shards or copies on two, and back."""
     options = {"steps": 6, "kind": "bf16", "experts": "grouped", "folder": str(tmp_path)}
     runs.part(0, 1, stop_at=2, **options)
     before = runs.final_tensors(tmp_path)
-    ranks(2).run("part", layout=(1, 1, 2), stop_at=4, **options)
+    ranks(2).run("part", layout=layout, stop_at=4, **options)
     runs.part(0, 1, **options)
     after = runs.final_tensors(tmp_path)
     assert after.keys() == before.keys() and {t.dtype for n, t in after.items() if not n.startswith("optimizer.skipped")} == {torch.float32}

@@ -99,7 +99,7 @@ def test_float32_equals_one_process_to_rounding(ranks, one, layout):
 def test_bf16_equals_one_process_to_its_rounding(ranks, one):
     options = {"dtype": "float32", "steps": 1, "precision": {"kind": "bf16"}, "backend": {"experts": "grouped"}}
     want = one(**options)
-    for layout in ((1, 1, 2), (1, 2, 1)):
+    for layout in ((1, 1, 2), (1, 2, 1), (2, 1, 1)):
         for got in ranks(2).run("train", layout=layout, **options):
             assert relative(got["losses"], want["losses"]) < 1e-3
             assert relative(got["norms"], want["norms"]) < 2e-2
@@ -107,26 +107,28 @@ def test_bf16_equals_one_process_to_its_rounding(ranks, one):
 
 
 def test_only_what_ranks_share_is_in_a_unit(ranks):
-    """Experts that one rank alone holds are not copied by FSDP2 once a step: they are bf16 with split masters, as on one GPU."""
+    """Experts that one rank alone holds, and all of a model that every rank has a copy of, are not copied by FSDP2 once a step:
+    they are bf16 with split masters, as on one GPU."""
     blocks, experts = ["blocks.0", "blocks.1"], ["blocks.0.ffn.experts", "blocks.1.ffn.experts"]
     sections = {"precision": {"kind": "bf16"}, "backend": {"experts": "grouped"}}
-    for layout, want in (((1, 1, 2), ["", *blocks]), ((1, 2, 1), ["", *blocks]), ((2, 1, 2), ["", *blocks, *experts])):
+    wanted = {(1, 1, 2): ["", *blocks], (1, 2, 1): ["", *blocks], (2, 1, 2): ["", *blocks, *experts], (2, 1, 1): []}
+    for layout, want in wanted.items():
         for found, matrices in ranks(int(np.prod(layout))).run("units", layout=layout, **sections):
             assert sorted(found) == sorted(want), layout
             for name, (dtype, split) in matrices.items():
-                alone = layout == (1, 1, 2) and ".experts." in name
+                alone = layout == (2, 1, 1) or (layout == (1, 1, 2) and ".experts." in name)
                 assert (dtype, split) == (("torch.bfloat16", True) if alone else ("torch.float32", False)), name
     alone, matrices = cases.units(0, 1, (1, 1, 1), **sections)
     assert not alone and set(matrices.values()) == {("torch.bfloat16", True)}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["expert gradient twice", "norm over own shards", "unshifted expert index", "experts in the wrong order", "gradients averaged"],
-)
-def test_the_comparison_sees_faults(ranks, one, fault):
+FAULTS = ["expert gradient twice", "norm over own shards", "unshifted expert index", "experts in the wrong order", "gradients averaged"]
+
+
+@pytest.mark.parametrize("fault, layout", [*((fault, (1, 1, 2)) for fault in FAULTS), ("copies not summed", (2, 1, 1))])
+def test_the_comparison_sees_faults(ranks, one, fault, layout):
     want = one()
-    got = ranks(2).run("train", layout=(1, 1, 2), sabotage=fault)[0]
+    got = ranks(2).run("train", layout=layout, sabotage=fault)[0]
     differences = [
         relative(got["losses"], want["losses"]),
         relative(got["norms"], want["norms"]),

@@ -34,13 +34,16 @@ def recipe(**sections):
     ],
 )
 def test_steps_are_replayed_where_nothing_reads_the_device(sections, experts, attention, word):
-    reason = setup.why_no_graphs(recipe(**sections), World(CUDA), experts, attention)
+    reason = setup.why_no_graphs(recipe(**sections), World(CUDA), experts, attention, 1)
     assert reason is None if word is None else word in reason
 
 
-def test_graphs_need_one_rank_on_a_gpu():
-    assert "GPU" in setup.why_no_graphs(recipe(), World(torch.device("cpu")), "triton", "flash")
-    assert "ranks" in setup.why_no_graphs(recipe(), World(CUDA, 0, 2), "triton", "flash")
+def test_graphs_need_a_gpu_and_all_weights_on_it():
+    assert "GPU" in setup.why_no_graphs(recipe(), World(torch.device("cpu")), "triton", "flash", 1)
+    two = World(CUDA, 0, 2)
+    assert "numbers of rows" in setup.why_no_graphs(recipe(parallel={"expert": 2}), two, "triton", "flash", 1)
+    assert "data_replicate: 2 keeps a copy on each GPU" in setup.why_no_graphs(recipe(), two, "triton", "flash", 2)
+    assert setup.why_no_graphs(recipe(parallel={"data_replicate": 2}), two, "triton", "flash", 1) is None
     with pytest.raises(RequestError, match=r"backend\.graphs.*GPU"):
         setup.resolve(recipe(backend={"graphs": True}), World(torch.device("cpu")))
 
