@@ -56,13 +56,14 @@ WHOLE = {  # shipped recipes; the largest first
     "esm2_moe_8m": "esm2_moe_8m",
     "esm2_moe_tiny": "esm2_moe_tiny",
 }
+SIXTEEN = "esm2_moe data.tokens_per_batch=16384"
 SHAPES = {
     "esm2_moe_8m, 65536 slots": "esm2_moe_8m data.tokens_per_batch=65536",
-    "esm2_moe, 6 layers": "esm2_moe model.layers=6",
+    "esm2_moe, 6 layers": f"{SIXTEEN} model.layers=6",
     "protein_moe_fine, 6 layers": "protein_moe_fine model.layers=6",
     "genome_mixtral, 8 layers": "genome_mixtral model.layers=8",
-    "encoder 12 x 1024, F 2816": "esm2_moe model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816",
-    "encoder 4 x 2048, F 5632": "esm2_moe model.layers=4 model.width=2048 model.heads=32 model.moe.expert_width=5632",
+    "encoder 12 x 1024, F 2816": f"{SIXTEEN} model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816",
+    "encoder 4 x 2048, F 5632": f"{SIXTEEN} model.layers=4 model.width=2048 model.heads=32 model.moe.expert_width=5632",
 }
 TINY = {
     "esm2_moe_tiny": "esm2_moe_tiny",

@@ -402,7 +402,7 @@ def test_dry_run_needs_no_data_and_counts_the_flagship(here, capsys):
     results = json.loads(Path("d.json").read_text())["results"]
     assert code == 0 and "b200" in out
     assert results["parameters"] == pytest.approx(2.8e9, rel=0.01) and results["active_parameters"] == pytest.approx(0.82e9, rel=0.01)
-    assert results["batches_per_rank"] == 16 and not Path("data").exists() and not Path("runs").exists()
+    assert results["batches_per_rank"] == 8 and not Path("data").exists() and not Path("runs").exists()
 
 
 SHRUNK = [

@@ -105,7 +105,7 @@ LAYERS = (
 
 _ROW = " precision.kind=fp8_row"
 _FLASH = "backend.experts=triton backend.attention=flash"
-_DECODER = "esm2_moe model.kind=decoder objective.kind=clm model.tie_head=false backend.experts=triton"
+_DECODER = "esm2_moe data.tokens_per_batch=16384 model.kind=decoder objective.kind=clm model.tie_head=false backend.experts=triton"
 _SMALL = f"{_DECODER} model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816"
 _WIDE = (
     "esm2_moe model.kind=decoder objective.kind=clm model.layers=4 model.width=2048 model.heads=16 model.moe.expert_width=5632 "
@@ -124,16 +124,16 @@ STEPS = (
         Load(65536, 65257, 31295848, 9788),
         33.8e-3,
     ),
-    Step("esm2_moe model.layers=6 backend.experts=triton backend.attention=flash", PROTEINS, 43.3e-3),
+    Step("esm2_moe data.tokens_per_batch=16384 model.layers=6 backend.experts=triton backend.attention=flash", PROTEINS, 43.3e-3),
     Step("protein_moe_fine model.layers=6 backend.experts=triton backend.attention=varlen", PROTEINS, 50.5e-3),
     Step("genome_mixtral model.layers=8 backend.experts=triton backend.attention=flash", Load(16384, 16381, 67084291, 16381), 50.6e-3),
     Step(
-        f"esm2_moe model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816 {_FLASH}",
+        f"esm2_moe data.tokens_per_batch=16384 model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816 {_FLASH}",
         PROTEINS,
         60.0e-3,
     ),
     Step(
-        f"esm2_moe model.layers=4 model.width=2048 model.heads=32 model.moe.expert_width=5632 {_FLASH}",
+        f"esm2_moe data.tokens_per_batch=16384 model.layers=4 model.width=2048 model.heads=32 model.moe.expert_width=5632 {_FLASH}",
         PROTEINS,
         68.3e-3,
     ),
