@@ -77,7 +77,7 @@ def test_commands_of_the_multi_gpu_page_are_what_bmoe_takes(tmp_path, monkeypatc
     stand_ins = "nvidia-smi() { seq 8; }\ntimeout() { shift 2; printf '%s\\n' \"$*\"; }\n"
     ran = subprocess.run(["bash", "-euc", stand_ins + "".join(blocks)], cwd=tmp_path, capture_output=True, text=True, check=True)
     lines = ran.stdout.splitlines()
-    assert len(lines) == 1 + 2 + 4 + 3 + 4 + 2 + 3
+    assert len(lines) == 1 + 2 + 8 + 6 + 4 + 2 + 3
     monkeypatch.chdir(DOCS.parent)
     commands = typer.main.get_command(cli.app).commands
     for line in lines:
