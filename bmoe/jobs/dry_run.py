@@ -69,8 +69,8 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
         ("precision", f"{recipe.precision.kind}{' (emulated)' if recipe.precision.emulate else ''}"),
         ("backend", f"experts {recipe.backend.experts}, attention {recipe.backend.attention}, compile {recipe.backend.compile}"),
     ]
-    whole = Group(Text(f"recipe, {resolved_for}", style="bold"), Text(dump(recipe, reasons)))
-    return results, Group(console.settings_table("dry run", rows), render.estimate(estimate), whole)
+    whole = (Text(f"recipe, {resolved_for}", style="bold"), Text(dump(recipe, reasons)))  # first: what follows stays on the screen
+    return results, Group(*whole, console.settings_table("dry run", rows), render.estimate(estimate))
 
 
 def _not_prepared(recipe: Recipe) -> str:

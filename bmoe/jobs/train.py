@@ -26,6 +26,8 @@ from bmoe.model.transformer import Transformer
 from bmoe.parallel.launch import on_first
 from bmoe.parallel.world import World
 from bmoe.precision.emulate import emulate
+from bmoe.profiling import chips, fit, render
+from bmoe.profiling.estimate import expected_load
 from bmoe.recipe import Recipe
 from bmoe.reports.training import write_training_report
 from bmoe.training import checkpoint, setup, state
@@ -110,6 +112,8 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     note = console.note if world.rank == 0 else lambda text: None
     if "parallel.expert" in reasons:
         note(f"rows travel to their experts by {reasons['parallel.expert']}")
+    if fitting := copies_fit(resolved, shards, world):
+        note(fitting)
     newest = checkpoint.resume_point(folder, world, note) if resume else None
     if newest:
         check_same_data(newest, shards)
@@ -206,6 +210,13 @@ def build(resolved: Recipe, letters: Alphabet, world: World, fresh: bool = True,
     if resolved.backend.compile:
         setup.compile_blocks(model, resolved)
     return model, optimizer
+
+
+def copies_fit(recipe: Recipe, shards: Shards, world: World) -> str | None:
+    """A sentence for ranks that share a model of which each GPU could hold a copy."""
+    chip = chips.of_device(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    peak = fit.copy_peak(recipe, shards.alphabet.size, expected_load(recipe, shards), world.size, chip) if chip else None
+    return render.copies_fit(chip.name, peak, world.size) if peak else None
 
 
 def write_evaluation(folder: Path, held_out: perplexity.Perplexity, moe_layers: list[int]) -> None:

@@ -95,6 +95,7 @@ def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
     sizes = memory.by_category(recipe, vocabulary, load, world, chips.find(chip) if chip else None)
     for name, entry in predicted.items():
         entry["largest_tokens_per_batch"] = fit.largest_batch(recipe, vocabulary, load, world, chips.find(name))
+        entry["copy_peak_gib"] = fit.copy_peak(recipe, vocabulary, load, world, chips.find(name))
         entry["advice"] = fit.advice(recipe, vocabulary, load, world, chips.find(name))
     asked = [chips.find(chip)] if chip else list(chips.CHIPS.values())
     return {

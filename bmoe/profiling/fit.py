@@ -52,6 +52,16 @@ def largest_batch(recipe: Recipe, vocabulary: int, load: Load, world: int, chip:
     return max((tokens for tokens in _batches(recipe, world) if good(tokens)), default=0)
 
 
+def copy_peak(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) -> float | None:
+    """GiB of one of `world` GPUs that all have a copy of the model, if that fits with a tenth to spare and the recipe shards the
+    model instead; else None. With copies a step is replayed as CUDA graphs."""
+    parallel = recipe.parallel
+    if world == 1 or parallel.data_replicate == world:
+        return None
+    peak = _peak(with_values(recipe, "parallel", data_replicate=world, data_shard=1, expert=1), vocabulary, load, world, chip)
+    return peak if fits(peak / 0.9, chip) else None
+
+
 def advice(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) -> list[str]:
     """What to change if a recipe does not fit one GPU of `chip`: every single change that makes it fit, with the peak that
     it leaves; if there is none, the fewest GPUs that fit with all of them. [] if the recipe fits."""

@@ -225,8 +225,15 @@ def estimate(results: dict) -> RenderableType:
         largest = chip["largest_tokens_per_batch"]
         fits = f"fits {name}; the largest data.tokens_per_batch that does is {largest:,}" if chip["fits"] else f"does not fit {name}: "
         lines.append(fits + "; or ".join(chip["advice"]))
+        if chip["copy_peak_gib"]:
+            lines.append(copies_fit(name, chip["copy_peak_gib"], results["world"]))
     speed = [_predicted(results["predicted"]), Text()] if results["predicted"] else []
     return Group(memory, Text(), *speed, Text("\n".join([*lines, *results["lacking"]])), notes(f"{results['label']}."))
+
+
+def copies_fit(gpu: str, peak_gib: float, world: int) -> str:
+    """That every rank may hold the whole model, and what for."""
+    return f"a copy of the model on each {gpu} takes {peak_gib:.0f} GiB: parallel.data_replicate: {world} spares FSDP2 and lets steps be replayed"
 
 
 def comparison(results: dict) -> RenderableType:

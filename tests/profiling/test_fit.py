@@ -75,3 +75,15 @@ def test_what_never_fits_is_said(recipe_of):
                        data={"tokens_per_batch": 1024}, training={"tokens_per_step": 1024}, precision={"kind": "bf16"})  # fmt: skip
     (line,) = fit.advice(recipe, 33, load(1024), 1, H100)
     assert "make the model smaller" in line
+
+
+def test_copies_are_proposed_where_they_fit_with_room_to_spare(recipe_of):
+    small, large = recipe_of(), flagship(recipe_of, 32768)  # 2.8 B parameters take 45 GiB a copy
+    assert fit.copy_peak(small, 33, load(1024), 8, H100) < 1
+    assert fit.copy_peak(large, 33, load(32768), 8, H100) is None
+    h200 = chips.find("h200")
+    proposed = fit.copy_peak(large, 33, load(32768), 8, h200)
+    copies = fit.with_values(large, "parallel", data_replicate=8, data_shard=1)
+    assert proposed == pytest.approx(by_category(copies, 33, load(32768), 8, h200)["peak"]) and 60 < proposed < 120
+    assert fit.copy_peak(copies, 33, load(32768), 8, h200) is None, "it keeps copies already"
+    assert fit.copy_peak(large, 33, load(32768), 1, h200) is None, "one GPU shares with nobody"
