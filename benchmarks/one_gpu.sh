@@ -5,8 +5,8 @@
 #
 # SHARDS has folders of `bmoe prepare`: full (1,022 residues each), uniref90 (real lengths), both (with a valid split), and optionally
 # structures/, mutations.csv.gz, wildtype.fasta. Each part has a time limit, writes OUT/PART.log (and .json) and fails alone; the last
-# lines of each are printed. PARTs, the default being all, in this order; their limits add up to 50 minutes:
-#   kernels step model fp8 experts te     tests against plain twins and float64
+# lines of each are printed. PARTs, the default being all, in this order; their limits add up to 66 minutes:
+#   kernels step model fp8 host_memory experts te   tests against plain twins and float64
 #   parallel                              price of the sharded paths over NCCL, and a checkpoint of a billion parameters
 #   whole8 whole64 lengths                whole steps beside Hugging Face (COLUMN=... names the mutations' score column)
 #   gain layer                            FP8 over bf16; one layer beside all baselines
@@ -14,7 +14,7 @@
 #   evaluation perplexity                 speed of the evaluation; seconds to a perplexity
 set -u
 shards=$(realpath "${1:?folder of shards}") out=$(realpath -m "${2:?folder for the logs}"); shift 2
-parts=(${*:-kernels step model fp8 experts te parallel whole8 whole64 lengths gain layer memory steps emulation evaluation perplexity})
+parts=(${*:-kernels step model fp8 host_memory experts te parallel whole8 whole64 lengths gain layer memory steps emulation evaluation perplexity})
 cd "$(dirname "$0")/.." || exit 2
 mkdir -p "$out"
 export NO_COLOR=1 COLUMNS=170 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
@@ -41,16 +41,17 @@ nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw --format=csv,noheade
 for name in "${parts[@]}"; do
   case $name in
     kernels) part $name 200 "${tests[@]}" tests/kernels --ignore tests/kernels/test_experts_te.py ;;
-    step | model | fp8 | precision | profile) part $name 200 "${tests[@]}" "tests/gpu/test_$name.py" ;;
+    step | fp8 | precision | profile | host_memory) part $name 200 "${tests[@]}" "tests/gpu/test_$name.py" ;;
+    model) part $name 400 "${tests[@]}" tests/gpu/test_model.py ;;  # most of it compiling
     experts) part $name 200 "${tests[@]}" tests/gpu/test_experts.py -k "not transformer_engine" ;;
     te) part $name 120 "${tests[@]}" tests/gpu/test_experts.py -k transformer_engine ;;  # alone: it loads a cuDNN of its own
-    parallel) part $name 240 "${tests[@]}" tests/gpu/test_parallel.py ;;
-    whole8) profile $name 150 benchmarks/mixtral_8_experts.yaml --set data.path="$shards/full" --baseline hf-grouped-compiled,hf-loop --forms padded ;;
-    whole64) profile $name 150 benchmarks/mixtral_64_experts.yaml --set data.path="$shards/full" --baseline hf-grouped-compiled,hf-loop --forms padded ;;
-    lengths) profile $name 180 benchmarks/mixtral_8_experts.yaml --set data.path="$shards/uniref90" --baseline hf-grouped-compiled ;;
+    parallel) part $name 500 "${tests[@]}" tests/gpu/test_parallel.py ;;
+    whole8) profile $name 200 benchmarks/mixtral_8_experts.yaml --set data.path="$shards/full" --baseline hf-grouped-compiled,hf-loop --forms padded ;;
+    whole64) profile $name 240 benchmarks/mixtral_64_experts.yaml --set data.path="$shards/full" --baseline hf-grouped-compiled,hf-loop --forms padded ;;
+    lengths) profile $name 240 benchmarks/mixtral_8_experts.yaml --set data.path="$shards/uniref90" --baseline hf-grouped-compiled ;;
     gain) part $name 120 python3 -u benchmarks/fp8_gain.py --repeats 11 --json "$out/$name.json" ;;
     layer) part $name 120 python3 -u benchmarks/moe_layer.py --experts hf-grouped-compiled,triton --routing natural ;;
-    memory) part $name 150 python3 -u benchmarks/profile_accuracy.py --only memory --limit 140 --json "$out/$name.json" ;;
+    memory) part $name 250 python3 -u benchmarks/profile_accuracy.py --only memory --limit 240 --json "$out/$name.json" ;;
     steps) part $name 130 python3 -u benchmarks/profile_accuracy.py --only steps --limit 120 --json "$out/$name.json" ;;
     emulation) part $name 100 "${tests[@]}" tests/gpu/test_profile.py -k emulation ;;
     evaluation) part $name 90 python3 -u benchmarks/eval_speed.py --seconds 60 --structures "$shards/structures" --mutations "$shards/mutations.csv.gz" \
