@@ -33,7 +33,7 @@ def read_text(path: str | Path) -> str:
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
     except (EOFError, UnicodeDecodeError, ValueError, lzma.LZMAError, zlib.error):
-        raise RequestError(f"{path} is damaged or no text file") from None
+        raise RequestError(f"{path} is damaged or no text; save it again, a spreadsheet as CSV in UTF-8") from None
 
 
 def read_table(path: str | Path) -> tuple[list[str], list[list[str]]]:

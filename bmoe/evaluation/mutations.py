@@ -53,7 +53,8 @@ def evaluate(
 
     Returns spearman, spearman_low, spearman_high (95 % bootstrap over variants), n, auc of the first method, and under
     `methods` the same for each, under `blosum62` (proteins) that of BLOSUM62 as trivial baseline, with what was read and dropped, and
-    `points` (effect, score) for a plot. `methods`: of an
+    `points` (effect, score) for a plot. `longer_than_trained`: whether windows of
+    the wild type were shown. `methods`: of an
     encoder masked_marginal, wt_marginal (the default) and pll. `scores_file` gets a CSV of all scores. RequestError for tables
     that do not fit.
     """
@@ -81,6 +82,7 @@ def evaluate(
         "n": len(variants.names), "auc": main["auc"], "method": methods[0], "methods": results, **baseline,
         "wildtype": header.split(None, 1)[0] if header else "", "wildtype_length": int(ids.size), "column": variants.column,
         "positive": variants.positive_name, "offset": variants.offset, "dropped": variants.dropped,
+        "longer_than_trained": bool(ids.size + 2 > recipe.data.max_length),
         "multiple": sum(len(s) > 1 for s in variants.sites),
         "points": [[float(a), float(b)] for a, b in zip(variants.effect, scores[methods[0]], strict=True)],
     }  # fmt: skip

@@ -31,7 +31,8 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, table: str | P
     """Linear probes of every layer on the labels of a table (`sequence`, labels).
 
     Returns accuracy with its 95 % bootstrap interval over sequences, majority and best_layer (8 states, or whatever labels
-    the table has), the same under `three_state` for secondary structure, `layers`, the curve, and `per_sequence`, right and all
+    the table has), the same under `three_state` for secondary structure, `layers`, the curve, longer_than_trained, sequences of
+    which only the first `data.max_length` - 2 residues are used, and `per_sequence`, right and all
     residues of each test sequence. RequestError for a table that is too small or a model that reads no single letters.
     """
     if letters.name.startswith("dna-bpe"):
@@ -52,6 +53,7 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, table: str | P
 
     layers = _features(model, recipe, letters, [data.sequences[i][:longest] for i in members], device)
     out = {**data.counts, "residues": {name: int(mask.sum()) for name, mask in rows.items()}}
+    out["longer_than_trained"] = sum(len(data.labels[i]) > longest for i in members)
     out |= _probe(layers, letter, owner, rows, device)
     if data.is_secondary_structure:
         three = np.array([labelling.THREE.get(x, "C") for x in letter])

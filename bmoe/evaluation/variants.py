@@ -88,6 +88,8 @@ def _name_column(columns: dict[str, list[str]], path: str | Path) -> str:
             return name
     for name, cells in columns.items():
         if all(all(SINGLE.match(p) for p in re.split(r"[:;,/+\s]+", cell)) for cell in cells[:20] if cell):
+            if SINGLE.match(name):
+                raise RequestError(f"{path} begins with the variant {name}; put a line of column names above it, like mutant,effect")
             return name
     raise RequestError(f"{path} has no column of variants (like A24C); name it `mutant`. Its columns are {', '.join(columns)}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bmoe import __version__
 from bmoe.errors import RunError
-from bmoe.reports import comparison
+from bmoe.reports import comparison, remarks
 from bmoe.reports import perplexity as perplexity_parts
 from bmoe.reports.page import details, grid, number, page, section, table, tiles, with_interval
 from bmoe.reports.plots import Series, bar_chart, contact_map, interval_chart, line_plot, scatter
@@ -110,13 +110,11 @@ def _mutations(found: dict, level: int) -> str:
         [name.replace("_", " "), with_interval(m["spearman"], m["spearman_low"], m["spearman_high"]), m["auc"]]
         for name, m in {**found["methods"], **({BLOSUM: found["blosum62"]} if "blosum62" in found else {})}.items()
     ]  # fmt: skip
-    dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in found["dropped"].items())
-    shifted = f" Numbers in the table count {found['offset']} further than the wild type given." if found["offset"] else ""
     text = (
         f"The model scores each variant by how much less likely it finds it than the wild type, without having seen a measurement. "
         f"Spearman's correlation with the measured effect is 1 for a perfect ranking, 0 for none; the AUC tells {found['positive']} "
         "from the rest, 0.5 is chance. BLOSUM62 knows how common a change of letters is in proteins at large, and nothing of this "
-        f"protein.{shifted} {found['multiple']} variants have several mutations{dropped}."
+        f"protein. {' '.join(remarks.mutations(found))}"
     )
     return section("Mutations", table(["score", "Spearman (95 % interval)", "AUC"], rows), grid(plot), text=text, level=level)
 
@@ -141,7 +139,7 @@ def _contacts(found: dict, level: int) -> str:
     text = (
         "Residues that touch in the fold, read off the attention maps by a regression trained on other families: "
         f"{found['chains']} chains of {found['families']} families. P@L is the share of true contacts among the L most probable pairs, "
-        "L the chain's length."
+        f"L the chain's length. {' '.join(remarks.contacts(found))}"
     )
     head = ["separation in residues", "", "precision (95 % interval)", "nearest pairs first"]
     per_chain = "\n".join(f"{c['chain']}\t{c['length']}\tfamily {c['family']}\t{number(c['long_p_at_l'])}" for c in found["per_chain"])
@@ -164,7 +162,7 @@ def _probe(found: dict, level: int) -> str:
     text = (
         f"A linear classifier on the frozen embeddings of each layer, on {number(found['residues']['test'])} residues of sequences "
         "unrelated to those it was trained on. Layer 0 knows the residue itself and nothing around it; the layer is chosen on other "
-        "sequences than the accuracy is measured on."
+        f"sequences than the accuracy is measured on. {' '.join(remarks.probe(found))}"
     )
     head = ["labels", "classes", "accuracy (95 % interval)", "most frequent class", "layer 0", "best layer"]
     return section("Secondary structure", table(head, rows), grid(*figures), text=text, level=level)

@@ -4,7 +4,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from bmoe.reports import comparison
+from bmoe.reports import comparison, remarks
 from bmoe.reports.evaluation import BLOSUM, RANGES, named, paired_rows
 from bmoe.reports.page import number, with_interval
 from bmoe.reports.perplexity import NAMES, bin_name
@@ -31,6 +31,10 @@ def _table(title: str, head: list[str], rows: list[list[object]]) -> Table:
     for row in rows:
         table.add_row(*(number(cell) for cell in row))
     return table
+
+
+def _remarked(table: Table, sentences: list[str]) -> Group:
+    return Group(table, *map(Text, sentences))
 
 
 def _comparison(runs: dict[str, dict]) -> Table:
@@ -67,16 +71,17 @@ def _of_group(group: dict, ending: str) -> str:
     return with_interval(*(group.get(f"perplexity{ending}{end}") for end in ("", "_low", "_high")))
 
 
-def _mutations(found: dict) -> Table:
+def _mutations(found: dict) -> Group:
     found = found["mutations"]
     rows = [
         [name.replace("_", " "), with_interval(m["spearman"], m["spearman_low"], m["spearman_high"]), m["auc"]]
         for name, m in {**found["methods"], **({BLOSUM: found["blosum62"]} if "blosum62" in found else {})}.items()
     ]  # fmt: skip
-    return _table(f"mutations, {number(found['n'])} variants against {found['column']}", ["score", "Spearman", "AUC"], rows)
+    table = _table(f"mutations, {number(found['n'])} variants against {found['column']}", ["score", "Spearman", "AUC"], rows)
+    return _remarked(table, remarks.mutations(found))
 
 
-def _contacts(found: dict) -> Table:
+def _contacts(found: dict) -> Group:
     found = found["contacts"]
     rows = []
     for name, label in RANGES.items():
@@ -84,17 +89,19 @@ def _contacts(found: dict) -> Table:
         values = [with_interval(entry[key], entry[f"{key}_low"], entry[f"{key}_high"]) for key in ("p_at_l", "p_at_l2", "p_at_l5")]
         rows.append([label, *values, entry["p_at_l_by_separation"]])
     title = f"contacts, {found['chains']} chains of {found['families']} families"
-    return _table(title, ["separation", "P@L", "P@L/2", "P@L/5", "P@L, nearest pairs"], rows)
+    table = _table(title, ["separation", "P@L", "P@L/2", "P@L/5", "P@L, nearest pairs"], rows)
+    return _remarked(table, remarks.contacts(found))
 
 
-def _probe(found: dict) -> Table:
+def _probe(found: dict) -> Group:
     found = found["probe"]
     rows = []
     for name, entry in (("all states", found), ("3 states", found.get("three_state"))):
         if entry:
             interval = with_interval(entry["accuracy"], entry["accuracy_low"], entry["accuracy_high"])
             rows.append([name, interval, entry["majority"], entry["layers"][0]["test_accuracy"], entry["best_layer"]])
-    return _table("secondary structure", ["labels", "accuracy", "most frequent class", "layer 0", "best layer"], rows)
+    table = _table("secondary structure", ["labels", "accuracy", "most frequent class", "layer 0", "best layer"], rows)
+    return _remarked(table, remarks.probe(found))
 
 
 def _routing(found: dict) -> Group:

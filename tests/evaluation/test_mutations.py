@@ -128,6 +128,7 @@ def test_evaluate_reads_a_table_and_writes_scores(setting, tmp_path):
     got = evaluate(scores_file=tmp_path / "out.csv")
     assert {"spearman", "spearman_low", "spearman_high", "n", "auc"} <= got.keys()
     assert got["n"] == len(singles) and got["spearman_low"] < got["spearman"] < got["spearman_high"]
+    assert got["longer_than_trained"] is (len(WILD) + 2 > recipe.data.max_length)
     rows = list(csv.reader((tmp_path / "out.csv").open()))
     stats = pytest.importorskip("scipy.stats")
     table = np.array([row[1:] for row in rows[1:]], float)

@@ -70,6 +70,14 @@ def test_labels_of_the_residue_are_read_off_the_embedding(table, make_recipe, ma
     assert found["layers"][0]["test_accuracy"] > 0.99 and found["classes"] == 3
     assert found["accuracy_low"] <= found["accuracy"] <= found["accuracy_high"]
     assert found["majority"] == pytest.approx(0.45, abs=0.05) and found["majority_class"] == "H"
+    short = probe.evaluate(
+        make_model(recipe),
+        recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 20})}),
+        proteins.alphabet,
+        table,
+        CPU,
+    )
+    assert found["longer_than_trained"] == 0 and short["longer_than_trained"] > 0
     assert found["three_state"]["layers"][0]["test_accuracy"] > 0.99
     best = max(found["layers"], key=lambda e: e["valid_accuracy"])
     assert best["layer"] == found["best_layer"] and best["test_accuracy"] == found["accuracy"]

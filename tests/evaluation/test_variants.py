@@ -63,6 +63,7 @@ def test_the_numbering_of_a_longer_chain_is_recognised(tmp_path):
     ("mutant,y\nT3S:T3A,1\n", None, "row 2: 'T3S:T3A' names a site twice"),
     ("mutant,y,y\nT3S,1,2\n", "y", "2 columns 'y'; rename"),
     ("mutant,y\nT3S,x\n", None, "no column of numbers"),
+    ("T3S,1\nA4G,2\n", None, "begins with the variant T3S; put a line of column names above it"),
 ])  # fmt: skip
 def test_errors_say_what_is_wrong(tmp_path, text, column, words):
     with pytest.raises(RequestError, match=words.replace("(", r"\(").replace("?", r"\?")):

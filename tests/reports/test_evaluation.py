@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from bmoe.errors import RunError
-from bmoe.reports import comparison
+from bmoe.reports import comparison, remarks
 from bmoe.reports.evaluation import named, write_evaluation_report
 from bmoe.reports.terminal_evaluation import evaluation_tables
 
@@ -56,6 +56,7 @@ def test_one_model_with_everything(tmp_path, make_results):
         "3 rows dropped: no effect",
         "count 23 further",
         "42 chains",
+        "2 of the chains are longer",
     ):
         assert words in text
 
@@ -107,9 +108,21 @@ def test_terminal_has_the_same_numbers(make_results, several):
     console.print(evaluation_tables([make_results("runs/a"), make_results("runs/b", 0.1)] if several else make_results()))
     text = console.file.getvalue()
     for words in ("fully masked", "17.20 (17.10 to 17.31)", "Homo sapiens", "masked marginal", "long, 24 or more", "3 states", "next layer",
-                  "x.safetensors; 1 longer", "MKTAMKTA"):  # fmt: skip
+                  "x.safetensors; 1 longer", "MKTAMKTA", "3 rows dropped: no effect", "count 23 further", "2 variants have several",
+                  "2 of the chains are longer"):  # fmt: skip
         assert words in text
     assert ("side by side" in text) == several and ("0.4000 (0.3700 to 0.4300)" in text) == several
+
+
+def test_remarks_say_why_a_number_is_missing_or_a_sequence_was_cut(make_results):
+    found = make_results()
+    assert not any("nothing to rank" in remark or "window" in remark for remark in remarks.mutations(found["mutations"]))
+    same = found["mutations"] | {"points": [[1.0, 0.1], [1.0, 0.2]], "longer_than_trained": True, "offset": 0, "dropped": {}, "multiple": 0}
+    assert [remark.split(":")[0] for remark in remarks.mutations(same)] == [
+        "All measured effects are equal", "The wild type is longer than the model was trained for",
+    ]  # fmt: skip
+    assert remarks.probe(found["probe"]) == [] and remarks.contacts(found["contacts"] | {"longer_than_trained": 0}) == []
+    assert "only their beginnings" in remarks.probe({"longer_than_trained": 5})[0]
 
 
 def test_unwritable_output(tmp_path, make_results):
