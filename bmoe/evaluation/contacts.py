@@ -87,23 +87,25 @@ def features_at(maps: Maps, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Tenso
 
     With S = M + M^T of the map M without the specials, and sums r over a row of S, t over all of it: S_ij - r_i r_j / t, the average
     product correction. S itself is never formed: only the pairs asked for are gathered, and r is the sum of M's rows and columns.
+    The pairs go to the device as they are, and their places in the maps are computed there.
     """
-    values_ACnn, n = maps.values_ACnn, maps.values_ACnn.shape[-1]
-    roots = []
-    for number, size in enumerate(maps.sizes):
-        inner_Ann = values_ACnn[:, number, 1 : size - 1, 1 : size - 1]
-        sums_An = inner_Ann.sum(2) + inner_Ann.sum(1)
-        roots.append(sums_An / sums_An.sum(1, keepdim=True).clamp(min=1e-30).sqrt())  # a head may look at specials alone
-    root_AR = torch.cat(roots, dim=1)  # of the residues of all sequences
+    values_ACnn, n, device = maps.values_ACnn, maps.values_ACnn.shape[-1], maps.values_ACnn.device
+    counts = np.array([i.size for i, _ in pairs])
+    arrays = [np.array(maps.sizes), counts, *(i for i, _ in pairs), *(j for _, j in pairs)]
+    sizes_C, counts_C, *parts = upload(arrays, device)
+    i_P, j_P = torch.cat(parts[: len(pairs)]), torch.cat(parts[len(pairs) :])
 
-    owner_P = np.repeat(np.arange(len(pairs)), [i.size for i, _ in pairs])
-    i_P, j_P = np.concatenate([np.stack(pair) for pair in pairs], axis=1)
-    first_P, row_P = (np.cumsum(maps.sizes) - maps.sizes)[owner_P] - 2 * owner_P, owner_P * n + 1
-    places = [first_P + i_P, first_P + j_P, (row_P + i_P) * n + j_P + 1, (row_P + j_P) * n + i_P + 1]
-    i_P, j_P, there_P, back_P = upload(places, values_ACnn.device)
-    flat_AQ = values_ACnn.flatten(1)
-    both_AP = flat_AQ.index_select(1, there_P).add_(flat_AQ.index_select(1, back_P))
-    return both_AP.addcmul_(root_AR.index_select(1, i_P), root_AR.index_select(1, j_P), value=-1).float()
+    place_n = torch.arange(n, device=device)
+    residue_Cn = (place_n > 0) & (place_n < sizes_C[:, None] - 1)
+    inner_ACnn = values_ACnn * (residue_Cn[:, :, None] & residue_Cn[:, None])
+    sums_ACn = inner_ACnn.sum(3) + inner_ACnn.sum(2)
+    root_ACn = sums_ACn / sums_ACn.sum(2, keepdim=True).clamp(min=1e-30).sqrt()  # a head may look at specials alone
+
+    row_P = torch.repeat_interleave(counts_C, output_size=int(counts.sum())) * n + 1  # of the first residue, among those of all
+    from_P, to_P = row_P + i_P, row_P + j_P
+    flat_AQ, root_AR = inner_ACnn.flatten(1), root_ACn.flatten(1)
+    both_AP = flat_AQ.index_select(1, from_P * n + j_P + 1).add_(flat_AQ.index_select(1, to_P * n + i_P + 1))
+    return both_AP.addcmul_(root_AR.index_select(1, from_P), root_AR.index_select(1, to_P), value=-1).float()
 
 
 def known_pairs(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
