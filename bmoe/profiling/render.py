@@ -233,7 +233,8 @@ def estimate(results: dict) -> RenderableType:
 
 def copies_fit(gpu: str, peak_gib: float, world: int) -> str:
     """That every rank may hold the whole model, and what for."""
-    return f"a copy of the model on each {gpu} takes {peak_gib:.0f} GiB: parallel.data_replicate: {world} spares FSDP2 and lets steps be replayed"
+    takes = f"a copy of the model on each {gpu} takes {peak_gib:.0f} GiB"
+    return f"{takes}: parallel.data_replicate: {world} spares FSDP2 and lets steps be replayed"
 
 
 def comparison(results: dict) -> RenderableType:
