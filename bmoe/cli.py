@@ -316,7 +316,7 @@ def export(
         raise RequestError(f"--format {format_}: the only format is hf")
     common.check_target("--json", json)
     results = job.export(checkpoint, to, verify)
-    console.show(console.settings_table("exported", [(key, str(value)) for key, value in results.items()]))
+    console.show(console.settings_table("exported", job.rows(results)))
     common.write_json(json, "export", None, results)
 
 

@@ -55,7 +55,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         return _read_safetensors(path / SINGLE)
     pickles = sorted(file for file in path.glob("*") if file.suffix in (".bin", ".pt") and "contact-regression" not in file.name)
     if len(pickles) != 1:
-        raise RequestError(f"{path} holds no weights: expected {SINGLE}, {INDEX}, or one .bin or .pt file")
+        raise RequestError(f"{path} holds no weights: expected {SINGLE}, {INDEX}, or one .bin or .pt file; name a folder that has them")
     return _read_pickle(pickles[0])
 
 

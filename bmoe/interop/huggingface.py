@@ -98,7 +98,7 @@ def load_pretrained(directory: str | Path) -> tuple[dict[str, Tensor], dict]:
     """
     path = Path(directory)
     if not path.exists():
-        raise RequestError(f"model.init_from: {path} does not exist")
+        raise RequestError(f"model.init_from: {path} does not exist; name a folder that bmoe export wrote, or one with ESM-2's weights")
     config = _read_config(path)
     kind = config.get("model_type")
     if kind not in (None, "bmoe", "mixtral", "esm"):
@@ -139,6 +139,7 @@ def verify(directory: str | Path, sequences: int = 8, seed: int = 0) -> dict:
     vocabulary = Vocabulary(config["vocab_size"], config["pad_token_id"], config.get("mask_token_id", -1))
     model = Transformer(section, vocabulary, BackendSection(experts="loop", attention="sdpa"))
     model.load_state_dict(weights)
+    transformers.utils.logging.disable_progress_bar()  # of loading: lines of their own on a terminal
     auto = getattr(transformers, AUTO[section.kind][0])
     own_code = config["model_type"] == "bmoe"
     other = auto.from_pretrained(directory, trust_remote_code=own_code, dtype=torch.float32).eval()

@@ -180,11 +180,13 @@ def baseline_table(results: dict) -> RenderableType:
         ratio, spread = results["ratios"].get(name), f"{seconds(run['step_s_low'])} to {seconds(run['step_s_high'])}"
         last = (f"{run['fill']:.0%}", number(run["peak_memory_gib"]), f"{ratio:.2f} x" if ratio else "")
         table.add_row(name, seconds(run["step_s"]), spread, number(run["residues_per_s"]), *last)
+    absent = not any("compiled" in name for name in results["baseline"])
     return Group(
         table,
         notes(
             "One batch a step; residues, not slots. Theirs is a decoder with bf16 weights and moments on GPUs.",
             "hf-grouped-compiled is the strongest a user has; name the baseline beside a ratio.",
+            *["It was not measured here: --baseline hf takes it on a GPU, and it does not run on a CPU."] * absent,
         ),
     )
 

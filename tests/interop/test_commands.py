@@ -39,6 +39,8 @@ def test_out_and_back_and_upcycled(tmp_path, monkeypatch, capsys):
     assert run("export", "dense", "--to", "folder", "--verify", "--json", "export.json") == 0
     verified = json.loads(Path("export.json").read_text())["results"]["verified"]
     assert verified["max_difference"] <= verified["tolerance"] and verified["sequences"] == 8
+    said = capsys.readouterr()
+    assert "trust_remote_code=True" in said.out and "logits differ by" in said.out and "{" not in said.out and "Loading" not in said.err
 
     start = trained("fresh", *STANDSTILL)
     again = trained("again", *STANDSTILL, "model.init_from=folder")

@@ -74,9 +74,10 @@ def rows(sequences):
 
 
 @pytest.mark.parametrize("token_dropout", [True, False])
-def test_folder_of_hugging_face_gives_its_logits(token_dropout, sequences, tmp_path):
+@pytest.mark.parametrize("shape", [(2, 32, 4), (6, 320, 20), (12, 480, 20)], ids=["tiny", "8M", "35M"])
+def test_folder_of_hugging_face_gives_its_logits(shape, token_dropout, sequences, tmp_path):
     """Alone, and padded with an attention mask."""
-    reference = random_esm(2, 32, 4, token_dropout=token_dropout)
+    reference = random_esm(*shape, token_dropout=token_dropout)
     reference.save_pretrained(tmp_path)
     model, batch = transformer(*load_pretrained(tmp_path)), rows(sequences)
     ours = model(**pack(batch)).logits.split([len(row) for row in batch])

@@ -62,3 +62,12 @@ def test_an_emulated_precision_runs_on_every_chip_at_the_speed_of_bf16(recipe_of
 @pytest.mark.parametrize("value, shown", [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-5, "40 us"), (None, "-"), (5000.0, "5,000 s")])
 def test_times_are_read_in_their_unit(value, shown):
     assert render.seconds(value) == shown
+
+
+def test_a_comparison_without_the_strongest_baseline_says_so():
+    row = {"step_s": 1.0, "step_s_low": 0.9, "step_s_high": 1.1, "residues_per_s": 10.0, "fill": 1.0, "peak_memory_gib": None, "label": ""}
+    names = ["bmoe-grouped packed natural", "hf-grouped padded natural"]
+    on_cpu = {"baseline": dict.fromkeys(names, row), "ratios": {}}
+    on_gpu = {"baseline": dict.fromkeys([*names, "hf-grouped-compiled padded natural"], row), "ratios": {}}
+    assert "was not measured here" in text(render.baseline_table(on_cpu))
+    assert "was not measured here" not in text(render.baseline_table(on_gpu))
