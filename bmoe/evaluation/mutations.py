@@ -49,7 +49,7 @@ def evaluate(
     methods: tuple[str, ...] | None = None,
     scores_file: str | Path | None = None,
 ) -> dict:
-    """Score the variants of `table` (CSV or TSV) against the first record of the FASTA `wildtype`.
+    """Score the variants of `table` (CSV or TSV) against the one record of the FASTA `wildtype`.
 
     Returns spearman, spearman_low, spearman_high (95 % bootstrap over variants), n, auc of the first method, and under
     `methods` the same for each, under `blosum62` (proteins) that of BLOSUM62 as trivial baseline, with what was read and dropped, and
@@ -66,7 +66,10 @@ def evaluate(
         if method not in legal:
             known, wanted = ", ".join(names[key] for key in legal), names.get(method, method)
             raise RequestError(f"--method: variants of {'a decoder' if decoder else 'an encoder'} are scored by {known}, not {wanted}")
-    header, ids = read_fasta(wildtype, letters)[0]
+    records = read_fasta(wildtype, letters)
+    if len(records) > 1:
+        raise RequestError(f"{wildtype} has {len(records)} records, and the table is of one wild type; leave that one alone in the file")
+    header, ids = records[0]
     if recipe.data.alphabet.startswith("dna-bpe"):
         raise RequestError("variants change single letters, and this model reads byte-pair tokens")
     variants = read_variants(table, "".join(x if len(x) == 1 else "?" for x in map(letters.symbols.__getitem__, ids)), column)

@@ -91,9 +91,9 @@ def read_structure(path: Path) -> list[Chain]:
             structure = ENDINGS[ending](QUIET=True).get_structure(path.name, io.StringIO(read_text(path)))
             models = list(structure)
         except (PDBConstructionException, ValueError, KeyError, IndexError) as error:
-            raise RequestError(f"{path} is no structure that can be read ({error})") from None
+            raise RequestError(f"{path} is no structure that can be read ({error}); take it out of the folder") from None
     if not models:
-        raise RequestError(f"{path} has no atoms")
+        raise RequestError(f"{path} has no atoms; take it out of the folder")
     stem = path.name[: path.name.lower().index(ending)]
     return [found for chain in models[0] if (found := _chain(stem, chain)) is not None]
 

@@ -114,6 +114,8 @@ class Wanted(NamedTuple):
 def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, device: torch.device) -> tuple[list[dict], Recipe]:
     """The results of each run, and the recipe of the last. Runs on the same targets are compared with the first, in pairs."""
     wanted.check()
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise RequestError(f"{twice} is named twice: a model is compared with others; leave one out")
     check_target("--scores", wanted.scores)
     check_target("--out", wanted.out)
     if len(paths) > 1 and (wanted.embed or wanted.scores):

@@ -6,7 +6,8 @@ from bmoe.reports.plots import bar_chart, heat_map
 TEXT = (
     "Perplexity is the number of equally likely residues the model is left with; lower is better. The baseline knows only how "
     "frequent each residue is, the bigram baseline also the nearest visible neighbours; both are flattered, since they count the "
-    "very sequences that they are judged on."
+    "very sequences that they are judged on. A ratio to the baseline of 1 or more says that the model has learnt no more than how "
+    "frequent residues are."
 )
 MOST_RESIDUES = 30  # bars; a byte-pair alphabet has thousands
 NAMES = {"_mask": "fully masked", "_8010": "training scheme", "": "next token"}

@@ -15,6 +15,7 @@ from bmoe.data.prepare import prepare
 from bmoe.data.shards import Shards
 from bmoe.errors import RequestError
 from bmoe.jobs.evaluate import Wanted
+from bmoe.jobs.evaluate import evaluate as evaluate_runs
 from bmoe.training.checkpoint import Checkpoints
 from bmoe.training.state import model_tensors
 
@@ -146,6 +147,11 @@ def test_everything_at_once_has_the_keys_of_the_contract(run, shards):
     for title in ("Held-out sequences", "Mutations", "Contacts", "Secondary structure", "Routing", "Embeddings"):
         assert f">{title}<" in page
     assert "http" not in page.replace("http://www.w3.org", "")  # nothing is loaded from elsewhere
+
+
+def test_a_model_named_twice_is_refused_before_it_is_read():
+    with pytest.raises(RequestError, match="nowhere is named twice"):
+        evaluate_runs(["nowhere", "elsewhere", "nowhere"], Wanted(), data=None, split="valid", device=torch.device("cpu"))
 
 
 def test_a_split_is_hashed_once_for_all_models(run, shards, monkeypatch):

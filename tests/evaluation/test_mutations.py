@@ -141,6 +141,9 @@ def test_evaluate_reads_a_table_and_writes_scores(setting, tmp_path):
     (tmp_path / "scan.csv").write_text("mutant,y\nM1J,1\nK2A,2\n")
     with pytest.raises(RequestError, match="M1J changes to J"):
         evaluate()
+    (tmp_path / "wt.fasta").write_text(f">wt\n{WILD}\n>other\nMKV\n")
+    with pytest.raises(RequestError, match="wt.fasta has 2 records.*leave that one alone"):
+        evaluate()
 
 
 @pytest.mark.parametrize("setting", ["encoder"], indirect=True)

@@ -57,6 +57,7 @@ def test_one_model_with_everything(tmp_path, make_results):
         "count 23 further",
         "42 chains",
         "2 of the chains are longer",
+        "A ratio to the baseline of 1 or more",
     ):
         assert words in text
 
