@@ -67,6 +67,10 @@ def find(path: Path) -> Path:
         if newest is not None:
             return newest
         raise RequestError(f"{path} has no whole checkpoint yet; train it further with --resume")
+    if (path / "config.json").is_file():
+        raise RequestError(
+            f"{path} is a Hugging Face folder; evaluate the run that it was exported from, or train from it with model.init_from: {path}"
+        )
     state = "is neither a run nor a checkpoint" if path.exists() else "does not exist"
     raise RequestError(f"{path} {state}; name a run folder (runs/NAME) or one of its checkpoints")
 

@@ -219,3 +219,9 @@ def test_paths_of_runs_and_checkpoints_are_understood(tmp_path):
         checkpoint.find(tmp_path)
     save(tmp_path, 1)
     assert checkpoint.find(tmp_path) == checkpoint.find(newest(tmp_path)) == newest(tmp_path)
+
+
+def test_an_exported_folder_is_named_as_what_it_is(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RequestError, match=r"is a Hugging Face folder; .*model\.init_from"):
+        checkpoint.find(tmp_path)
