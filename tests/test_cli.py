@@ -397,6 +397,18 @@ def test_an_interrupt_saves_and_leaves_with_130(here):
     assert Path("runs/tiny/checkpoints/latest").read_text().strip() == f"step-{step:010d}"
 
 
+def test_a_dry_run_of_too_many_ranks_names_a_step_that_they_can_share(here, capsys):
+    asked = ["train", "esm2_moe", "--dry-run", "--world", "512", "--chip", "b200"]
+    code, _, err = bmoe(capsys, *asked)
+    assert code == 2
+    proposed = err.strip().split("--set ")[-1]
+    assert proposed == f"training.tokens_per_step={512 * 32768}"  # the least multiple of 512 batches that is no smaller than the recipe's
+    code, out, _ = bmoe(capsys, *asked, "--set", proposed)
+    assert code == 0
+    assert "divides training.tokens_per_step is 32,768" in " ".join(out.split())  # the step's share is the limit here, not the memory
+    assert "backend on cpu" in out
+
+
 def test_dry_run_needs_no_data_and_counts_the_flagship(here, capsys):
     code, out, _ = bmoe(capsys, "train", "esm2_moe", "--dry-run", "--world", "8", "--json", "d.json")
     results = json.loads(Path("d.json").read_text())["results"]

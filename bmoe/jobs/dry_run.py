@@ -29,7 +29,8 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
     if recipe.training.tokens_per_step % slots:
         raise RequestError(
             f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x --world = "
-            f"{recipe.data.tokens_per_batch} x {world}; change one of the three"
+            f"{recipe.data.tokens_per_batch} x {world}; change one of the three, e.g. --set training.tokens_per_step="
+            f"{-(-recipe.training.tokens_per_step // slots) * slots}"
         )
     asked = recipe
     try:
@@ -67,7 +68,10 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
         ("FLOPs per token", f"{flops:.3g} forward and backward, at sequences of {mean:,} tokens"),
         ("data", f"{folder} is prepared" if prepared else _not_prepared(recipe)),
         ("precision", f"{recipe.precision.kind}{' (emulated)' if recipe.precision.emulate else ''}"),
-        ("backend", f"experts {recipe.backend.experts}, attention {recipe.backend.attention}, compile {recipe.backend.compile}"),
+        (
+            f"backend on {device.type}",
+            f"experts {recipe.backend.experts}, attention {recipe.backend.attention}, compile {recipe.backend.compile}",
+        ),
     ]
     whole = (Text(f"recipe, {resolved_for}", style="bold"), Text(dump(recipe, reasons)))  # first: what follows stays on the screen
     return results, Group(*whole, console.settings_table("dry run", rows), render.estimate(estimate))

@@ -225,7 +225,8 @@ def estimate(results: dict) -> RenderableType:
     lines = []
     for name, chip in results["predicted"].items():
         largest = chip["largest_tokens_per_batch"]
-        fits = f"fits {name}; the largest data.tokens_per_batch that does is {largest:,}" if chip["fits"] else f"does not fit {name}: "
+        at_most = f"fits {name}; the largest data.tokens_per_batch that does and divides training.tokens_per_step is {largest:,}"
+        fits = at_most if chip["fits"] else f"does not fit {name}: "
         lines.append(fits + "; or ".join(chip["advice"]))
         if chip["copy_peak_gib"]:
             lines.append(copies_fit(name, chip["copy_peak_gib"], results["world"]))

@@ -48,7 +48,8 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
     if recipe.training.tokens_per_step % slots:
         raise RequestError(
             f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x ranks = "
-            f"{recipe.data.tokens_per_batch} x {world.size}"
+            f"{recipe.data.tokens_per_batch} x {world.size}; change one of the three, e.g. --set training.tokens_per_step="
+            f"{-(-recipe.training.tokens_per_step // slots) * slots}"
         )
     experts, compiled = backend.experts, backend.compile
     if experts == "auto":

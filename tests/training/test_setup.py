@@ -65,3 +65,13 @@ def test_flash_is_refused_with_its_reason(monkeypatch):
         setup.choose_attention(recipe(backend={"attention": "flash"}), CUDA)
     with pytest.raises(RequestError, match="needs a GPU and bf16"):
         setup.choose_attention(recipe(backend={"attention": "flash"}), torch.device("cpu"))
+
+
+def test_a_step_that_ranks_cannot_share_names_one_that_they_can():
+    def over_three(tokens):
+        sections = {"data": {"tokens_per_batch": 1024}, "training": {"tokens_per_step": tokens}}
+        return setup.resolve(recipe(**sections, precision={"kind": "fp32"}), World(torch.device("cpu"), size=3))
+
+    with pytest.raises(RequestError, match=r"multiple of .* = 1024 x 3; .*tokens_per_step=6144$"):
+        over_three(4096)
+    assert over_three(6144)[0].parallel.data_shard == 3
