@@ -2,9 +2,9 @@
 
 Static: weights, gradients, optimizer. With bf16 weights: 2 bytes each, 2 for the second half of the fp32 master, 2 x 4 for
 the moments; gradients are bf16, summed in fp32 if a step has several batches (the bf16 ones then live for one tensor only).
-In fp32: 4 + 4 + 8. On several ranks weights are fp32 shards (no second half) and gradients are summed in fp32 shards, but those
-of experts that a rank shares with no other (`parallel.shard`) are as on one GPU. What is gathered for a pass, or for a whole step
-where that takes at most a quarter of the GPU, is workspace.
+In fp32: 4 + 4 + 8. On several ranks weights are fp32 shards (no second half) and gradients are summed in fp32 shards, but whole
+copies, and experts that a rank shares with no other (`parallel.shard`), are as on one GPU; copies sum gradients in fp32 always.
+What is gathered for a pass, or for a whole step where that takes at most a quarter of the GPU, is workspace.
 Vectors and the router are fp32 always. Activations: what forward keeps for backward, per block. Workspace: what only lives
 while one part runs (its gradients, gathered parameters, the loss in fp32, rounded copies), and what cuBLAS keeps for its products.
 Eight-bit experts keep their weights' transposed 8-bit copies from forward to backward, a byte a parameter; fp8_row keeps both
@@ -139,7 +139,7 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     copies = ranks == 1  # on every rank all, and as on one GPU
     sums = 4 * low if not copies or ((batches > 1 or several) and not fp32) else 0.0
     alone = low if copies else 0.0 if replicate * shard > 1 else p.experts / ranks  # in no unit
-    held = (batches > 1 or copies and several) and recipe.backend.experts == "triton" and low_bits(recipe) and alone > 0
+    held = batches > 1 and recipe.backend.experts == "triton" and low_bits(recipe) and alone > 0
     weights = 4 * (low - alone) + b * alone + 4 * wide + (2 * p.experts / ranks if held else 0.0)
     optimizer = moments * (low + wide) + (0 if fp32 else 2 * alone)
 

@@ -66,8 +66,11 @@ class Stepper:
         self.recipe, self.model, self.optimizer, self.device = recipe, model, optimizer, device
         self.row_multiple = ROW_MULTIPLE.get(recipe.precision.kind, 1) if recipe.backend.experts == "te" else 1
         self.graphs = Graphs(self._losses, optimizer, device) if recipe.backend.graphs is True else None
-        # Experts in FP8 of our own: with several batches a step their weights are quantised before the first.
-        self.holders = [module for module in model.modules() if optimizer.accumulate and hasattr(module, "hold")]
+        # Experts in FP8 of our own: with several batches a rank and step their weights are quantised before the first.
+        split = recipe.parallel
+        ranks = split.data_replicate * split.data_shard * split.expert
+        several = recipe.training.tokens_per_step > ranks * recipe.data.tokens_per_batch
+        self.holders = [module for module in model.modules() if several and hasattr(module, "hold")]
         self.begun = False
 
     def backward(self, batch: Batch, totals: Tensor, jitter_key: int | None = None) -> StepSums:

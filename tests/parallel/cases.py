@@ -115,8 +115,9 @@ def starve(model) -> None:
 
 
 def whole(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Whole copies of (sharded) tensors."""
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone().numpy() for name, t in tensors.items()}
+    """Whole copies of (sharded) tensors; numpy knows no bf16."""
+    found = {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for name, t in tensors.items()}
+    return {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in found.items()}
 
 
 def gradients(model, optimizer: AdamW) -> dict[str, np.ndarray]:

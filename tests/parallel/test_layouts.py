@@ -96,8 +96,10 @@ def test_float32_equals_one_process_to_rounding(ranks, one, layout):
         assert worst(got["gradients"], want["gradients"])[0] < 1e-5
 
 
-def test_bf16_equals_one_process_to_its_rounding(ranks, one):
-    options = {"dtype": "float32", "steps": 1, "precision": {"kind": "bf16"}, "backend": {"experts": "grouped"}}
+@pytest.mark.parametrize("batches", [2, 4])
+def test_bf16_equals_one_process_to_its_rounding(ranks, one, batches):
+    """One batch a rank and several: copies sum their gradients over ranks in fp32 either way."""
+    options = {"dtype": "float32", "steps": 1, "precision": {"kind": "bf16"}, "backend": {"experts": "grouped"}, "batches": batches}
     want = one(**options)
     for layout in ((1, 1, 2), (1, 2, 1), (2, 1, 1)):
         for got in ranks(2).run("train", layout=layout, **options):
