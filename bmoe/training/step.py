@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bmoe.data.packing import NO_TARGET, Batch
 from bmoe.precision.conditions import ROW_MULTIPLE
@@ -70,7 +71,7 @@ class Stepper:
         split = recipe.parallel
         ranks = split.data_replicate * split.data_shard * split.expert
         several = recipe.training.tokens_per_step > ranks * recipe.data.tokens_per_batch
-        self.holders = [module for module in model.modules() if several and hasattr(module, "hold")]
+        self.holders = [module for module in model.modules() if several and hasattr(module, "hold") and _whole(module)]
         self.begun = False
 
     def backward(self, batch: Batch, totals: Tensor, jitter_key: int | None = None) -> StepSums:
@@ -114,6 +115,11 @@ class Stepper:
         padding_L = none_L if self.row_multiple == 1 else torch.remainder(-out.counts_LE, self.row_multiple).sum(-1)
         parts = ((entropy * per_target).view(1), out.balance_L * share, out.z_L * share, padding_L, out.counts_LE.flatten())
         return torch.cat([x.detach().to(entropy.dtype) for x in parts])
+
+
+def _whole(module: nn.Module) -> bool:
+    """Whether FSDP2 shards nothing of a module; while it is gathered, its parameters do not tell."""
+    return not any(isinstance(p, DTensor) for p in module.parameters())
 
 
 def summed_entropy(logits_MV: Tensor, targets_M: Tensor) -> Tensor:

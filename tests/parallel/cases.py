@@ -26,6 +26,7 @@ from bmoe.training import setup, state
 from bmoe.training.guards import check_replicas, data_checksum
 from bmoe.training.loop import Trainer
 from bmoe.training.optimizer import AdamW, local
+from bmoe.training.step import Stepper
 from bmoe.training.stopping import Limits, Stopping
 
 torch.set_num_threads(1)  # as many as the ranks have
@@ -129,6 +130,18 @@ def units(rank: int, size: int, layout: tuple[int, int, int], **sections) -> tup
     _, model, optimizer = build(rank, size, make_recipe(layout, **sections), torch.float32)
     found = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     return found, {name: (str(p.dtype), name in optimizer.low) for name, p in optimizer.parameters.items() if not setup.stays_wide(name, p)}
+
+
+def holders(rank: int, size: int, layout: tuple[int, int, int], **sections) -> int:
+    """Of a stand-in for experts that hold their weights: how many do, in a step of several batches a rank."""
+    recipe = make_recipe(layout, 4, **sections)
+    world, model, optimizer = build(rank, size, recipe, torch.float32)
+    experts = type(model.blocks[0].ffn.experts)
+    experts.hold = lambda self: None
+    try:
+        return len(Stepper(recipe, model, optimizer, world.device).holders)
+    finally:
+        del experts.hold
 
 
 class _Quiet:

@@ -124,6 +124,13 @@ def test_only_what_ranks_share_is_in_a_unit(ranks):
     assert not alone and set(matrices.values()) == {("torch.bfloat16", True)}
 
 
+def test_experts_that_fsdp2_shards_hold_no_weights(ranks):
+    """What a validation leaves gathered is not theirs to keep a second copy of."""
+    sections = {"precision": {"kind": "bf16"}, "backend": {"experts": "grouped"}}
+    for layout, want in {(1, 1, 2): 2, (2, 1, 1): 2, (1, 2, 1): 0}.items():
+        assert ranks(2).run("holders", layout=layout, **sections) == [want, want], layout
+
+
 FAULTS = ["expert gradient twice", "norm over own shards", "unshifted expert index", "experts in the wrong order", "gradients averaged"]
 
 

@@ -14,13 +14,13 @@ precision beside a row of large ones, and no pass over a tensor is needed before
 
 Saved for the backward: what the bf16 path saves, and the transposed FP8 weights (3 D F bytes an expert).
 
-A step of several batches quantises its weights once: `hold` does it before the first, into memory that stays (6 D F bytes
-an expert), and the passes of the step read that until `let_go`. Otherwise every forward pass quantises them.
+A step of several batches quantises its weights once (weight caching, `is_first_microbatch` in Transformer Engine): `hold` does it
+before the first, into memory that stays (6 D F bytes an expert), and the passes of the step read that until `let_go`. Otherwise
+every forward pass quantises them.
 """
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from bmoe.errors import RequestError
 from bmoe.kernels import fp8, fp8_gemm, fused_gemm
@@ -31,9 +31,9 @@ from bmoe.model.experts.triton import TritonExperts
 
 def _weights_fake(gate_up_ECD, down_EDF):
     E, C, D = gate_up_ECD.shape
-    new, scales = gate_up_ECD.new_empty, (gate_up_ECD.new_empty(E, dtype=torch.float32), gate_up_ECD.new_empty(E, dtype=torch.float32))
-    up8 = (new(E, C, D, dtype=fp8.E4M3), new(E, D, C, dtype=fp8.E4M3), scales[0])
-    return *up8, new(E, D, C // 2, dtype=fp8.E4M3), new(E, C // 2, D, dtype=fp8.E4M3), scales[1]
+    F, new = C // 2, gate_up_ECD.new_empty
+    up8 = (new(E, C, D, dtype=fp8.E4M3), new(E, D, C, dtype=fp8.E4M3), new(E, dtype=torch.float32))
+    return *up8, new(E, D, F, dtype=fp8.E4M3), new(E, F, D, dtype=fp8.E4M3), new(E, dtype=torch.float32)
 
 
 @operator("experts_fp8_weights", _weights_fake)
@@ -144,15 +144,11 @@ class Fp8Experts(TritonExperts):
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Quantise the weights as they are now, for all passes up to `let_go`. Parts of weights (FSDP2) and such in fp32 are not
-        held. Raises RequestError where the products cannot run."""
-        weights = [p.data for p in (self.gate_up, self.down)]
-        if any(isinstance(w, DTensor) or w.dtype != torch.bfloat16 for w in weights):
-            return
-        _check(weights[1])
-        halves = (self.held[:3], self.held[3:])
-        made = [fp8.quantize_weight(w, up, out or None) for w, up, out in zip(weights, (True, False), halves, strict=True)]
-        self.held, self.holds = (*made[0], *made[1]), True
+        """Quantise the weights (bf16, whole on this rank) as they are now, for all passes up to `let_go`. Raises RequestError where
+        the products cannot run, TypeError for another dtype."""
+        _check(self.down)
+        up = fp8.quantize_weight(self.gate_up, interleave=True, out=self.held[:3] or None)
+        self.held, self.holds = (*up, *fp8.quantize_weight(self.down, out=self.held[3:] or None)), True
 
     def let_go(self) -> None:
         """Quantise the weights in every pass from here on. The memory stays: CUDA graphs have recorded its addresses."""
