@@ -96,14 +96,14 @@ def features_at(maps: Maps, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Tenso
     i_P, j_P = torch.cat(parts[: len(pairs)]), torch.cat(parts[len(pairs) :])
 
     place_n = torch.arange(n, device=device)
-    residue_Cn = (place_n > 0) & (place_n < sizes_C[:, None] - 1)
-    inner_ACnn = values_ACnn * (residue_Cn[:, :, None] & residue_Cn[:, None])
-    sums_ACn = inner_ACnn.sum(3) + inner_ACnn.sum(2)
+    residue_Cn = ((place_n > 0) & (place_n < sizes_C[:, None] - 1)).to(values_ACnn.dtype)
+    sums_ACn = (values_ACnn @ residue_Cn[:, :, None]).squeeze(3) + (residue_Cn[:, None] @ values_ACnn).squeeze(2)
+    sums_ACn *= residue_Cn  # products with ones and zeros: no copy of the maps without the specials
     root_ACn = sums_ACn / sums_ACn.sum(2, keepdim=True).clamp(min=1e-30).sqrt()  # a head may look at specials alone
 
     row_P = torch.repeat_interleave(counts_C, output_size=int(counts.sum())) * n + 1  # of the first residue, among those of all
     from_P, to_P = row_P + i_P, row_P + j_P
-    flat_AQ, root_AR = inner_ACnn.flatten(1), root_ACn.flatten(1)
+    flat_AQ, root_AR = values_ACnn.flatten(1), root_ACn.flatten(1)
     both_AP = flat_AQ.index_select(1, from_P * n + j_P + 1).add_(flat_AQ.index_select(1, to_P * n + i_P + 1))
     return both_AP.addcmul_(root_AR.index_select(1, from_P), root_AR.index_select(1, to_P), value=-1).float()
 

@@ -25,13 +25,7 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
     """
     if recipe.model.init_from and not Path(recipe.model.init_from).exists():
         raise RequestError(f"model.init_from: {recipe.model.init_from} does not exist")
-    slots = recipe.data.tokens_per_batch * world
-    if recipe.training.tokens_per_step % slots:
-        raise RequestError(
-            f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x --world = "
-            f"{recipe.data.tokens_per_batch} x {world}; change one of the three, e.g. --set training.tokens_per_step="
-            f"{-(-recipe.training.tokens_per_step // slots) * slots}"
-        )
+    setup.check_step(recipe, world)
     asked = recipe
     try:
         recipe, reasons = setup.resolve(recipe, World(device, size=world))
@@ -49,7 +43,7 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
         "parameters": parameters.total,
         "active_parameters": parameters.active,
         "tokens_per_step": recipe.training.tokens_per_step,
-        "batches_per_rank": recipe.training.tokens_per_step // slots,
+        "batches_per_rank": recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world),
         "resolved": to_dict(recipe),
         "reasons": reasons,
         "flops_per_token": flops,

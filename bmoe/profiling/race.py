@@ -166,8 +166,8 @@ def race(
 ) -> list[Lane]:
     """Every contestant in every form and routing, in turns, ours first and last. `switch` sets the routing.
 
-    On a GPU three passes of each, so that one that was disturbed (a host that stops for half a second to collect garbage) does not
-    count, and a fourth of ours; one of each on the CPU, where that would take minutes. Collective.
+    On a GPU three passes of each, so that one that was disturbed does not count (a baseline's took 125 ms a step beside 77 once),
+    and a fourth of ours; one of each on the CPU, where that would take minutes. Collective.
     """
     lanes = [Lane(c, form, routing) for routing in routings for c in (*ours, *theirs) for form in c.form_names]
 

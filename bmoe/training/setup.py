@@ -44,13 +44,7 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
         raise RequestError(
             f"parallel: data_replicate x data_shard x expert = {needed}, and this run has {world.size} ranks; set data_shard: auto"
         )
-    slots = recipe.data.tokens_per_batch * world.size
-    if recipe.training.tokens_per_step % slots:
-        raise RequestError(
-            f"training.tokens_per_step: {recipe.training.tokens_per_step} is not a multiple of data.tokens_per_batch x ranks = "
-            f"{recipe.data.tokens_per_batch} x {world.size}; change one of the three, e.g. --set training.tokens_per_step="
-            f"{-(-recipe.training.tokens_per_step // slots) * slots}"
-        )
+    check_step(recipe, world.size)
     experts, compiled = backend.experts, backend.compile
     if experts == "auto":
         experts, reason = "loop", "the model has no experts"
@@ -79,6 +73,16 @@ def resolve(recipe: Recipe, world: World) -> tuple[Recipe, dict[str, str]]:
         "backend": backend.model_copy(update={"experts": experts, "attention": attention, "compile": compiled, "graphs": graphs}),
     }
     return recipe.model_copy(update=values), reasons
+
+
+def check_step(recipe: Recipe, ranks: int) -> None:
+    """Raise RequestError if `ranks` cannot share a step's batches; it names the least step not below the recipe's that they can."""
+    step, slots = recipe.training.tokens_per_step, recipe.data.tokens_per_batch * ranks
+    if step % slots:
+        raise RequestError(
+            f"training.tokens_per_step: {step} is not a multiple of data.tokens_per_batch x ranks = {recipe.data.tokens_per_batch} x "
+            f"{ranks}; change one of the three, e.g. --set training.tokens_per_step={-(-step // slots) * slots}"
+        )
 
 
 def choose_attention(recipe: Recipe, device: torch.device) -> tuple[str, str | None]:
