@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from bmoe.precision.machine import FUSED_SWITCH, Machine
 from bmoe.recipe import ModelSection
 
-ROW_MULTIPLE = {"fp32": 1, "bf16": 1, "fp8_row": 1, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16, "mxfp8": 32, "nvfp4": 128}
-"""Rows of one expert are padded to a multiple of this (Transformer Engine's GroupedLinear); a matter of speed."""
-
-FUSED_ROW_MULTIPLE = 256  # the same for its fused MXFP8 grouped MLP
+ROW_MULTIPLE = {"fp32": 1, "bf16": 1, "fp8_row": 1, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 128, "mxfp8": 256, "nvfp4": 128}
+"""Rows of one expert are padded to a multiple of this: what Transformer Engine's GroupedLinear wants (16 is a matter of speed; the
+native path of fp8_block stops the program at less than 128), and for mxfp8 its fused grouped MLP."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ Names: model.NAME (fp32 masters, buffers), optimizer.m.NAME, optimizer.v.NAME. E
 implementation and layout, so any layout loads what any other has saved.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -36,7 +37,7 @@ from bmoe.errors import RequestError, RunError
 from bmoe.parallel.launch import is_lost_peer, on_first
 from bmoe.parallel.world import World
 from bmoe.training.digests import DIGESTS, damage, digest, digest_text, dump
-from bmoe.training.host_memory import host_twin
+from bmoe.training.host_memory import host_twin, lock, pageable_twin
 from bmoe.training.optimizer import local
 
 PARTIAL, DAMAGED = ".partial", ".damaged"
@@ -170,9 +171,27 @@ class Checkpoints:
     def __init__(self, run: Path, keep: int, background: bool, rank: int = 0):
         self.directory, self.keep, self.background, self.rank = run / "checkpoints", keep, background, rank
         self.thread: threading.Thread | None = None
+        self.locking: threading.Thread | None = None
         self.error: BaseException | None = None
         self.host: dict[str, Tensor] = {}
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None  # of the thread alone
+
+    def get_ready(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Lock the host memory that the saves will need in a thread, while the run starts: at the first save training would stand
+        still for it. `tensors`: as `save` gets them. Only for a GPU's tensors that are written in the background."""
+        if not self.background or not torch.cuda.is_initialized():
+            return
+        for name, tensor in tensors:
+            if tensor.is_cuda:
+                self.host[name] = pageable_twin(tensor)
+        self.locking = threading.Thread(target=self._lock_host, args=(torch.cuda.current_device(),), name="bmoe-host-memory", daemon=True)
+        self.locking.start()
+
+    def _lock_host(self, device: int) -> None:
+        torch.cuda.set_device(device)  # a thread begins with the first
+        with contextlib.suppress(OSError, RuntimeError):  # what is not locked is copied all the same, only slower
+            for twin in self.host.values():
+                lock(twin)
 
     def save(self, step: int, tensors: Iterable[tuple[str, Tensor]], meta: dict) -> None:
         """Save named tensors as the checkpoint of `step`; returns when they are copied (background) or on disk.
@@ -198,11 +217,19 @@ class Checkpoints:
         """Let the write in progress become whole, also when training ends by an error (which is then the one to tell)."""
         if kind is None:
             self.wait()
-        elif self.thread is not None:
+            return
+        self._join_locking()
+        if self.thread is not None:
             self.thread.join()
 
+    def _join_locking(self) -> None:
+        if self.locking is not None:
+            self.locking.join()
+            self.locking = None
+
     def wait(self) -> None:
-        """Wait for the write in progress. Raises RunError if it failed, but RuntimeError if another rank has ended meanwhile."""
+        """Wait for what the threads do. Raises RunError if a write failed, but RuntimeError if another rank has ended meanwhile."""
+        self._join_locking()
         if self.thread is not None:
             self.thread.join()
             self.thread = None

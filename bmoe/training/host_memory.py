@@ -27,22 +27,35 @@ class _Pages(mmap.mmap):
 
 def host_twin(tensor: Tensor) -> Tensor:
     """A tensor like `tensor` in the host's memory, not filled; of a DTensor with this rank's part only. Locked for a GPU's."""
-    with torch.no_grad():
-        twin = torch.empty_like(tensor.detach(), device="cpu", memory_format=torch.contiguous_format)
-        part = local(twin)
-        if tensor.is_cuda and part.numel():
-            part.set_(_locked(part))
+    twin = pageable_twin(tensor)
+    if tensor.is_cuda:
+        lock(twin)
     return twin
 
 
+def pageable_twin(tensor: Tensor) -> Tensor:
+    """The same in ordinary memory, which the system hands out when it is first written to."""
+    with torch.no_grad():
+        return torch.empty_like(tensor.detach(), device="cpu", memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def lock(twin: Tensor) -> None:
+    """Give a twin locked memory; what was in it is lost. The current device of the calling thread must be the rank's."""
+    part = local(twin)
+    if part.numel():
+        part.set_(_locked(part))
+
+
 def _locked(like: Tensor) -> Tensor:
-    """Locked memory of the shape and dtype of `like`."""
+    """Locked memory of the shape and dtype of `like`, zero."""
     size = like.numel() * like.element_size()
     pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=like.dtype, count=like.numel()).view(like.shape)
+    memory.zero_()  # the system hands the pages out here, to several threads, and not one by one while CUDA is locked
     if _lock(memory.data_ptr(), size):
         pages.locked_at = memory.data_ptr()
     return memory

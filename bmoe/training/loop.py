@@ -82,13 +82,16 @@ class Trainer:
     def run(self, limits: Limits) -> Outcome:
         """Train until `training.steps` or a limit; the state is saved whole in any case."""
         steps, stopping = self.recipe.training.steps, Stopping(limits, self.world)
+        end = min(steps, limits.stop_at or steps)
         loader = TrainingLoader(
             self.shards, self.recipe, self.progress.position, self.world.rank, self.world.size, pin=self.world.device.type == "cuda"
         )
         self.model.train()
         window = Window()
         with self.checkpoints, loader, Watchdog(self.world, self.run_folder) as watchdog:
-            while self.progress.step < min(steps, limits.stop_at or steps):
+            if self.progress.step < end:
+                self.checkpoints.get_ready(each_tensor(self.model, self.optimizer))
+            while self.progress.step < end:
                 step = self.progress.step + 1
                 watchdog.beat(step)
                 window.start()

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from bmoe.training import host_memory
+from bmoe.training import checkpoint, host_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -48,3 +48,25 @@ def test_the_first_copy_is_not_much_slower_than_the_next(capsys):
     with capsys.disabled():
         print(f"\n2 GiB to the host: pageable {pageable:.3f} s, first locked {first:.3f} s, again {again:.3f} s")
     assert first < 1.5 * pageable
+
+
+def test_memory_of_the_first_save_is_locked_while_the_run_starts(tmp_path):
+    state = {f"model.{n}": torch.full((1 << 22,), float(n), device="cuda") for n in range(8)} | {"model.steps": torch.ones(3)}
+    with checkpoint.Checkpoints(tmp_path, 1, background=True) as writer:
+        writer.get_ready(state.items())
+        torch.zeros(1 << 20, device="cuda").sum()  # work goes on
+        writer.save(1, state.items(), {"step": 1})
+        places = {name: twin.data_ptr() for name, twin in writer.host.items()}
+        assert all(writer.host[name].is_pinned() == tensor.is_cuda for name, tensor in state.items())
+        writer.save(2, state.items(), {"step": 2})
+        assert places == {name: twin.data_ptr() for name, twin in writer.host.items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    checkpoint.load(checkpoint.newest_whole(tmp_path / "checkpoints"), found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_a_run_that_ends_at_once_waits_for_its_memory(tmp_path):
+    with pytest.raises(KeyError), checkpoint.Checkpoints(tmp_path, 1, background=True) as writer:
+        writer.get_ready([("model.w", torch.ones(1 << 28, device="cuda"))])
+        raise KeyError
+    assert writer.locking is None and writer.host["model.w"].is_pinned()

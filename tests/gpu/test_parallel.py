@@ -34,7 +34,7 @@ PRICE = 1.03  # of the FSDP2 and expert-parallel code against the plain path
 STALL = 0.05  # of the time between two checkpoints that are 50 steps apart
 WARM_UP, ROUNDS = 2, 7
 SMALL = {"layers": 2, "width": 256, "expert_width": 512, "slots": 4096, "batches": 2}
-FLAGSHIP = {"layers": 2, "width": 1280, "expert_width": 3584, "slots": 32_768, "batches": 4}
+FLAGSHIP = {"layers": 2, "width": 1280, "expert_width": 3584, "slots": 65_536, "batches": 4}
 BILLION = {**FLAGSHIP, "layers": 9, "slots": 16_384, "batches": 8}
 
 
@@ -178,8 +178,8 @@ def in_turns(trainers: dict[str, Trainer], recipe: recipes.Recipe, rounds: int) 
 def assert_same(found: dict[str, list[tuple[float, ...]]]) -> None:
     for way, steps in found.items():
         for number, ((_, loss, norm, _), (_, wanted_loss, wanted_norm, _)) in enumerate(zip(steps, found["plain"], strict=True)):
-            assert loss == pytest.approx(wanted_loss, rel=2e-3), way  # bf16
-            # AdamW's first steps go by the sign of the least gradient, so norms part after the first
+            assert loss == pytest.approx(wanted_loss, rel=2e-3 if number < 2 else 1e-2), way  # bf16
+            # AdamW's first steps go by the sign of the least gradient, so the ways part after the first
             assert norm == pytest.approx(wanted_norm, rel=2e-2 if number == 0 else 0.1), way
 
 
@@ -191,14 +191,22 @@ def test_the_flight_recorder_can_be_read(one_rank):
 
 def test_checkpoint_of_a_billion_parameters(one_rank, tmp_path, say):
     """Seconds to save and load, and what training loses to the asynchronous save: the call, and slower steps while files are
-    written. The first save also locks the pages of its copy."""
+    written. Memory for the copies is locked during the first steps, as in a run."""
     with limit(110):
         recipe = make_recipe(**BILLION)
         trainer = make_trainer("fsdp", recipe, one_rank, tmp_path, compiled=False)
         parameters, device = sum(p.numel() for p in trainer.model.parameters()), one_rank.device
         drawn = draw_batches(recipe, 8, device.type == "cuda")
+        writer, calls, slower, whole, shares, steps = checkpoint.Checkpoints(tmp_path, 1, True, 0), [], [], [], [], 8
+        take_step(trainer, drawn[0], 1)
+        began = time.perf_counter()
+        writer.get_ready(state.each_tensor(trainer.model, trainer.optimizer))
+        ready, beside = time.perf_counter() - began, []
+        while writer.locking.is_alive():
+            beside.append(take_step(trainer, drawn[1], 2)[0])
+        locked = time.perf_counter() - began
         step_s = statistics.median([take_step(trainer, drawn[n], n + 1)[0] for n in range(8)][WARM_UP:])
-        writer, calls, slower, whole, steps = checkpoint.Checkpoints(tmp_path, 1, True, 0), [], [], [], 8
+        say(f"memory locked after {locked:.1f} s; the call {ready:.2f} s, steps beside it {[round(s, 2) for s in beside]} s")
         for number in (1, 2):
             synchronise(device)
             began = time.perf_counter()
@@ -211,26 +219,26 @@ def test_checkpoint_of_a_billion_parameters(one_rank, tmp_path, say):
             writer.wait()
             whole.append(time.perf_counter() - began)
             slower.append(max(sum(during) - step_s * len(during), 0.0))
+            shares.append((calls[-1] + slower[-1]) / (50 * step_s))
             say(
                 f"checkpoint {number}: {parameters / 1e9:.2f} B parameters, {12 * parameters / 2**30:.1f} GiB, whole on disk after "
                 f"{whole[-1]:.1f} s; the call {calls[-1]:.2f} s, {len(during)} steps beside it slower by {slower[-1]:.2f} s in all; "
-                f"a step {step_s:.3f} s"
+                f"a step {step_s:.3f} s; stall {shares[-1]:.2%} of 50 steps"
             )
         began = time.perf_counter()
         state.load_state(checkpoint.newest_whole(tmp_path / "checkpoints"), trainer.model, trainer.optimizer)
         synchronise(device)
-        share = (calls[-1] + slower[-1]) / (50 * step_s)
-        say(f"checkpoint load: {time.perf_counter() - began:.1f} s; stall {share:.2%} of 50 steps")
-    assert share <= STALL
+        say(f"checkpoint load: {time.perf_counter() - began:.1f} s")
+    assert max(shares) <= STALL, shares
 
 
 @pytest.mark.parametrize("kind, implementation", [("bf16", "triton"), ("bf16", "te"), ("fp8_current", "te"), ("bf16", "grouped")])
 def test_price_of_the_sharded_paths(one_rank, tmp_path, say, kind, implementation):
-    """Two layers of the flagship, compiled, four batches of 32,768 a step: with half as many tokens a batch the host is the limit,
-    on the plain path too. `wire` is told, not judged: one GPU has no wire."""
+    """Two layers of the flagship, compiled, four batches of 65,536 a step. With fewer tokens a batch a slow host is the limit, on the
+    plain path too (one that takes 14 us a launch needs 95 ms a step for it). `wire` is told, not judged: one GPU has no wire."""
     if implementation == "te":
         pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
-    with limit(100):
+    with limit(180):
         recipe = make_recipe(**FLAGSHIP, kind=kind, implementation=implementation)
         graphs = ("replayed", "copies") if implementation != "te" else ()
         ways = ("plain", "fsdp", "expert", "wire", *graphs)

@@ -90,7 +90,9 @@ def test_every_block_is_a_multiple_and_all_rows_are_used(multiple):
 
 
 def test_row_multiples_are_the_published_ones():
-    published = {"bf16": 1, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16, "mxfp8": 256}
+    # TE's GroupedLinear; of fp8_block and mxfp8 the native grouped path, the only one that runs here. Its kernels stop the program
+    # at less ("each tensor's first dimension must be a multiple of 128", group_quantize_fp8_blockwise.cuh of TE 2.20).
+    published = {"bf16": 1, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 128, "mxfp8": 256}
     assert {p: te.TeExperts(2, 64, 64, precision=p).row_multiple for p in published} == published
 
 

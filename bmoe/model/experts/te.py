@@ -2,10 +2,10 @@
 
 Shapes: T tokens, D width, F expert width, E experts, K top-k, N = T x K slots, R rows of the padded layout.
 
-Rows are sorted by expert with every expert's block padded to a multiple (`conditions.ROW_MULTIPLE`, 256 for the fused
-MXFP8 kernel). R depends on N, E and the multiple only, and the blocks' sizes stay on the device, so nothing here waits
-for it. Padding rows are zero rows with routing weight zero; the last expert's block takes those left over. Transformer
-Engine's own permute is not used: its routing map cannot say "no expert", and its padded variant synchronises twice.
+Rows are sorted by expert with every expert's block padded to a multiple (`conditions.ROW_MULTIPLE`). R depends on N, E and
+the multiple only, and the blocks' sizes stay on the device, so nothing here waits for it. Padding rows are zero rows with
+routing weight zero; the last expert's block takes those left over. Transformer Engine's own permute is not used: its routing
+map cannot say "no expert", and its padded variant synchronises twice.
 
 Whether Transformer Engine then reads the sizes on the host depends on the GPU, the precision and cuBLASLt:
 `TeExperts.host_syncs`.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from bmoe.errors import RequestError, RunError
 from bmoe.model.experts.grouped import sort_by_expert
 from bmoe.model.experts.weights import Experts
-from bmoe.precision.conditions import FUSED_ROW_MULTIPLE, ROW_MULTIPLE, fused_unmet, unmet
+from bmoe.precision.conditions import ROW_MULTIPLE, fused_unmet, unmet
 from bmoe.precision.machine import probe
 from bmoe.precision.te import autocast, te_recipe
 from bmoe.recipe import ModelSection, MoESection
@@ -190,7 +190,7 @@ class TeExperts(Experts):
             raise RequestError(f"backend.experts te does not compute in {precision}; use grouped, or precision.kind bf16.")
         super().__init__(experts, width, expert_width)
         self.precision = precision
-        self.row_multiple = FUSED_ROW_MULTIPLE if precision == "mxfp8" else ROW_MULTIPLE[precision]
+        self.row_multiple = ROW_MULTIPLE[precision]
         self._operators: _Operators | None = None
 
     def missing(self, device: torch.device) -> list[str]:
