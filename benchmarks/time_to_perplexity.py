@@ -220,16 +220,23 @@ def main() -> None:
     recipe = recipes.load(recipes.find(arguments.recipe)[0], settings)
     usual = "hf-grouped-compiled,hf-loop" if device.type == "cuda" else "hf-grouped,hf-loop"
     runs = {"bmoe": train_ours(settings, arguments.recipe, goal, arguments.limit, device)}
+    tell(runs, goal, arguments)
     for name in (arguments.baselines or usual).split(","):
         runs[name] = train_theirs(name, recipe, goal, arguments.limit, device)
+        tell(runs, goal, arguments)
+
+
+def tell(runs: dict, goal: float, arguments: argparse.Namespace) -> None:
+    """Print the last run, and write all so far."""
     lines = summary(runs, goal)
-    for line in lines:
-        state = "reached" if line["reached"] else "NOT reached"
-        warm = f" ({line['seconds_warm']:.1f} s warm)" if line["seconds_warm"] else ""
-        sys.stdout.write(
-            f"{line['name']:20s} perplexity {goal:g} {state} at step {line['step']}: {line['perplexity']:.3f}, "
-            f"{line['seconds']:.1f} s{warm}, {line['seconds'] / lines[0]['seconds']:.2f} times bmoe's\n"
-        )
+    line = lines[-1]
+    state = "reached" if line["reached"] else "NOT reached"
+    warm = f" ({line['seconds_warm']:.1f} s warm)" if line["seconds_warm"] else ""
+    sys.stdout.write(
+        f"{line['name']:20s} perplexity {goal:g} {state} at step {line['step']}: {line['perplexity']:.3f}, "
+        f"{line['seconds']:.1f} s{warm}, {line['seconds'] / lines[0]['seconds']:.2f} times bmoe's\n"
+    )
+    sys.stdout.flush()
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"perplexity": goal, "recipe": arguments.recipe, "runs": lines}, indent=1) + "\n")
 
