@@ -9,7 +9,8 @@ dgrad. Statistics, all over the finite elements of a tensor:
     saturation  share of values that were cut to the largest (beyond its rounding range, 464 / 448 of it in E4M3)
     error       |rounded - x| / |x|, Frobenius
     scales      counts of scales by power of two, in bins of 4 from 2^-128 to 2^128; mxfp8 gives blocks of zeros 2^-127, nvfp4 2^-128
-All experts' rows, and all their weights, count as one tensor where the format has one scale for a tensor.
+Where the format has one scale for a tensor, each expert's rows and each expert's weight are one, as in the products. Rows beyond the
+last expert's are left out.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from bmoe.precision.float8 import E4M3, E5M2, round_to, saturate
 
 TENSORS = ("input_1", "weight_1", "gradient_1", "input_2", "weight_2", "gradient_2")
 BINS, BIN_WIDTH, LOWEST = 64, 4, -128
+EACH_EXPERT = ("fp8_current", "fp8_row", "nvfp4")  # one scale for an expert's weight; but for fp8_row one for its rows, too
 
 
 def _rounded(x: Tensor, kind: str, tensor: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,6 +80,17 @@ def shares(total: Tensor) -> dict[str, float]:
     }
 
 
+def _scaled_together(x: Tensor, kind: str, offsets_E: Tensor | None) -> list[Tensor]:
+    """The parts of a tensor, empty ones left out, that a format with one scale for a tensor scales by themselves: experts' weights of
+    w_EOI, experts' rows of x_NI; else all of it."""
+    if offsets_E is None:
+        parts = x.unbind() if x.ndim == 3 and kind in EACH_EXPERT else [x]
+    else:
+        *inner, last = offsets_E.tolist()
+        parts = x[:last].tensor_split(inner) if kind in EACH_EXPERT and kind != "fp8_row" else [x[:last]]
+    return [part for part in parts if part.numel()]
+
+
 class Recorder:
     """Sums by (layer, tensor) of everything that passed the emulated products while it was active."""
 
@@ -85,14 +98,13 @@ class Recorder:
         self.layers = layers
         self.totals: dict[tuple[int, str], Tensor] = {}
 
-    def add(self, layer: int, tensor: str, kind: str, x: Tensor) -> None:
-        """Count one tensor of one product."""
-        if x.numel() == 0:
-            return
-        with torch.no_grad():
-            found = sums(x.detach(), kind, tensor)
-        key = (layer, tensor)
-        self.totals[key] = found if key not in self.totals else self.totals[key] + found
+    def add(self, layer: int, tensor: str, kind: str, x: Tensor, offsets_E: Tensor | None = None) -> None:
+        """Count one tensor of one product: a weight, or rows, which end for each expert at `offsets_E`, if there are several."""
+        for part in _scaled_together(x.detach(), kind, offsets_E):
+            with torch.no_grad():
+                found = sums(part, kind, tensor)
+            key = (layer, tensor)
+            self.totals[key] = found if key not in self.totals else self.totals[key] + found
 
     def metrics(self) -> dict:
         """{tensor: {underflow, saturation, error: [layers] with null where nothing was rounded, scales: [BINS]}}."""
@@ -119,11 +131,11 @@ class _Watched:
     def __call__(self, x: Tensor, w: Tensor, *offsets: Tensor) -> Tensor:
         number, kind = self.calls % 2 + 1, self.product.kind
         self.calls += 1
-        self.recorder.add(self.layer, f"input_{number}", kind, x)
+        self.recorder.add(self.layer, f"input_{number}", kind, x, *offsets)
         self.recorder.add(self.layer, f"weight_{number}", kind, w)
         y = self.product(x, w, *offsets)
         if y.requires_grad:
-            y.register_hook(lambda dy: self.recorder.add(self.layer, f"gradient_{number}", kind, dy))
+            y.register_hook(lambda dy: self.recorder.add(self.layer, f"gradient_{number}", kind, dy, *offsets))
         return y
 
 

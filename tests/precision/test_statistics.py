@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from bmoe.model.experts import build_experts
-from bmoe.precision.emulate import emulate
-from bmoe.precision.statistics import BINS, TENSORS, recording, shares, sums
+from bmoe.precision.emulate import EmulatedProduct, emulate
+from bmoe.precision.statistics import BINS, TENSORS, Recorder, _Watched, recording, shares, sums
 from bmoe.recipe import PrecisionSection
 
 
@@ -97,3 +97,32 @@ def test_a_recorded_step_is_the_same_step(kind, block):
             assert tensor[key][0] is None and all(0 <= value < 0.25 for value in tensor[key][1:])
         assert len(tensor["scales"]) == BINS and sum(tensor["scales"]) > 0
     assert sum(metrics["weight_1"]["scales"]) == 2 * 4 * 64 * 64 / block  # 2 layers x 4 experts x 64 x 64 weights
+
+
+@pytest.mark.parametrize("kind", ["fp8_current", "fp8_row", "nvfp4", "mxfp8"])
+def test_what_is_recorded_is_the_rounding_of_the_products(kind):
+    """Errors against the rounded tensors themselves, which identity matrices let through the products. Experts of other magnitudes:
+    one scale for both would lose the smaller. Rows beyond the last expert's count nowhere."""
+    g = torch.Generator().manual_seed(0)
+    x_NI, eye_EOI = torch.randn(44, 64, generator=g), torch.eye(64).repeat(2, 1, 1)
+    offsets_E = torch.tensor([16, 40], dtype=torch.int32)
+    x_NI[:16] *= 2.0**-30
+    x_NI[40:] = 0.0
+    recorder = Recorder(1)
+
+    def by_expert(x, w, ends):
+        spans = zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)
+        return torch.cat([*(x[a:b] @ w[e].T for e, (a, b) in enumerate(spans)), x[int(ends[-1]) :] * 0])
+
+    y_NO = _Watched(EmulatedProduct(kind, by_expert), recorder, 0)(x_NI.requires_grad_(), eye_EOI, offsets_E)
+    dy_NO = torch.randn(44, 64, generator=g).masked_fill(torch.arange(44)[:, None] >= 40, 0.0)
+    y_NO.backward(dy_NO)
+    found = recorder.metrics()
+    for name, got, exact in (("input_1", y_NO, x_NI), ("gradient_1", x_NI.grad, dy_NO)):
+        got, exact = got.detach()[:40].double(), exact.detach()[:40].double()
+        error = float((got - exact).norm() / exact.norm())
+        assert found[name]["error"][0] == pytest.approx(error, rel=1e-3), name
+        scales = {"fp8_current": 2, "fp8_row": 40, "nvfp4": 40 * 64 // 16, "mxfp8": 40 * 64 // 32}[kind]
+        assert sum(found[name]["scales"]) == scales
+        assert found[name]["underflow"][0] < 0.1, "the smaller expert has a scale of its own"
+    assert found["weight_1"]["error"] == [0.0] and sum(found["weight_1"]["scales"]) == {"nvfp4": 32, "mxfp8": 256}.get(kind, 2)
