@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bmoe.kernels.sizes import power_of_2, tiles
+
 TILE_COLUMNS = 128
 MX, BLOCK = "mxfp8", "fp8_block"
 SIZES = {MX: 32, BLOCK: 128}
@@ -102,10 +104,10 @@ def _copies(
     down = torch.empty_like(x_MK) if columns else none
     groups = ends_G.numel()
     if M and K:
-        grid = (triton.cdiv(M, size) + groups, triton.cdiv(K, TILE_COLUMNS))
+        grid = (tiles(M, size) + groups, tiles(K, TILE_COLUMNS))
         _copies_kernel[grid](
             x_MK, along, down, ends_G, M, K, groups,
-            SIZE=size, WIDTH=TILE_COLUMNS, GROUPS=triton.next_power_of_2(groups) if groups else 0,
+            SIZE=size, WIDTH=TILE_COLUMNS, GROUPS=power_of_2(groups) if groups else 0,
             IS_MX=kind == MX, ROWS=rows, COLUMNS=columns, SQUARES=squares, num_warps=4 if size == 32 else 8,
         )  # fmt: skip
     return along, down
