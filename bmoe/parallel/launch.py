@@ -165,7 +165,7 @@ def rank_of(world: World) -> Iterator[None]:
         if not is_lost_peer(error):
             leave_reason(f"{type(error).__name__}: {_first_line(error)}", again=_may_pass(error))
             raise
-        sentence = f"rank {world.rank} {LOST_PEER} ({_first_line(error)})"
+        sentence = f"rank {world.rank} {LOST_PEER} ({_network_fault(error)}); the one that ended first says why"
         leave_reason(sentence)
         raise RunError(sentence) from error
     except SystemExit:
@@ -196,6 +196,11 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _network_fault(error: BaseException) -> str:
+    """What a broken collective says, without gloo's place in its own source and its advice."""
+    return re.sub(r"^\[\S+:\d+\] |\.? (This is typically|Check the logs).*", "", _first_line(error))
 
 
 def leave_reason(sentence: str, code: int = 1, again: bool = True) -> None:
@@ -346,7 +351,8 @@ def _explain(failures: Mapping[int, Any], sent: int, logs: Path, procs: int) -> 
     who = f"rank {rank}" if procs > 1 else "the process"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-    more = f"; see {logs}/rank-{rank}.err" if rank else ""  # rank 0 has written to the terminal
+    errors = logs / f"rank-{rank}.err"  # rank 0 has written to the terminal
+    more = f"; see {errors}" if errors.is_file() and errors.stat().st_size else ""
     return End(code if code > 0 else 1, f"{who} {how}{hint}{more}", again=code != 2)
 
 

@@ -64,6 +64,20 @@ def test_resumed_at_another_world_size_in_the_same_order_of_samples(ranks, tmp_p
         assert meta["position"] == runs.checkpoint.read_meta(runs.checkpoint.newest_whole(whole / "checkpoints"))["position"]
 
 
+@pytest.mark.parametrize("ahead", [1, 5])
+def test_how_far_loader_threads_have_read_ahead_changes_nothing(tmp_path, monkeypatch, ahead):
+    """A stop finds steps in the queue that were not trained: they are no part of the state, whatever their number."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    runs.part(0, 1, folder=str(whole), steps=6)
+    monkeypatch.setattr("bmoe.data.loader.PREFETCH", ahead)
+    for stop in (1, 4, None):
+        runs.part(0, 1, folder=str(parts), steps=6, stop_at=stop)
+    assert_equal_tensors(runs.final_tensors(parts), runs.final_tensors(whole))
+    assert runs.records(parts) == runs.records(whole)
+    metas = [runs.checkpoint.read_meta(runs.checkpoint.newest_whole(folder / "checkpoints")) for folder in (whole, parts)]
+    assert metas[0]["position"] == metas[1]["position"]
+
+
 def test_damage_that_one_rank_finds_is_known_to_all_and_the_one_before_is_taken(ranks, tmp_path):
     """Each rank compares its share of the files; the run ends as the undisturbed one."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -61,6 +62,27 @@ def test_ranks_meet_once_if_all_is_well(tmp_path):
     assert play("all is well", tmp_path, restarts=2) == (0, None)
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["3", "3"]
     assert (tmp_path / "starts-1").read_text() == "\n" and not (tmp_path / "logs" / "restart-1").exists()
+
+
+def test_a_lost_peer_is_said_without_the_library_s_own_words():
+    said = "[/build/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11401: Connection reset by peer. This is typically caused by "
+    said += "a remote worker hanging or bugs in the application. Check the logs of the remote worker before reporting an error. GLHF!"
+    error = RuntimeError(said)
+    assert launch.is_lost_peer(error)
+    assert launch._network_fault(error) == "Read error [127.0.0.1]:11401: Connection reset by peer"
+    assert launch._network_fault(RuntimeError("NCCL error: remote process exited")) == "NCCL error: remote process exited"
+
+
+@pytest.mark.parametrize("written, pointed", [("", False), ("a library's last words\n", True)])
+def test_a_killed_rank_s_output_is_named_if_there_is_any(tmp_path, written, pointed):
+    class Failure(NamedTuple):
+        exitcode: int
+        timestamp: int
+
+    (tmp_path / "rank-1.err").write_text(written)
+    end = launch._explain({1: Failure(-signal.SIGKILL, 7)}, 0, tmp_path, 2)
+    assert end.reason.startswith("rank 1 was killed by SIGKILL") and end.again
+    assert (f"see {tmp_path}/rank-1.err" in end.reason) is pointed
 
 
 def test_a_signal_reaches_all_ranks_and_asks_for_a_requeue(tmp_path):

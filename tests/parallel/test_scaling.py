@@ -23,3 +23,19 @@ def test_launch_files_are_well_formed():
         assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     job = yaml.safe_load((DOCS / "launch" / "pytorchjob.yaml").read_text())
     assert job["kind"] == "PyTorchJob" and job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] == 1
+
+
+@pytest.mark.parametrize("code, requeued", [(75, True), (0, False), (1, False), (143, False)])
+def test_the_slurm_script_requeues_what_has_saved_and_nothing_else(tmp_path, code, requeued):
+    """With commands of these names that say how they were called. --kill-on-bad-exit would end ranks that are about to leave with 75,
+    and srun would return 143 (seen with Slurm 22.05)."""
+    for name, body in (("srun", f"exit {code}"), ("scontrol", "exit 0")):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/{name}.called\n{body}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17"}
+    command = ["bash", str(DOCS / "launch" / "slurm.sbatch"), "my.yaml"]
+    assert subprocess.run(command, env=environment, check=False).returncode == code
+    called = (tmp_path / "srun.called").read_text()
+    assert "--kill-on-bad-exit=0 --wait=" in called and called.endswith("bmoe train my.yaml --out runs/my --resume\n")
+    asked = tmp_path / "scontrol.called"
+    assert asked.is_file() is requeued and (not requeued or asked.read_text() == "requeue 17\n")
