@@ -25,7 +25,7 @@ from bmoe.precision.float8 import E4M3, E5M2, round_to, saturate
 
 TENSORS = ("input_1", "weight_1", "gradient_1", "input_2", "weight_2", "gradient_2")
 BINS, BIN_WIDTH, LOWEST = 64, 4, -128
-EACH_EXPERT = ("fp8_current", "fp8_row", "nvfp4")  # one scale for an expert's weight; but for fp8_row one for its rows, too
+EACH_EXPERT = ("fp8_current", "fp8_row", "nvfp4")  # one scale for an expert's weight and, but under fp8_row, for its rows
 
 
 def _rounded(x: Tensor, kind: str, tensor: str) -> tuple[Tensor, Tensor, Tensor]:

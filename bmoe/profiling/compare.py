@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bmoe.errors import RequestError
 
+FEWEST = 3  # steps without which a run's 10-90 % range says nothing of its noise
 FLOOR = 0.02  # two runs of the same thing differ by this much on a quiet machine
 
 
@@ -29,12 +30,19 @@ def _flat(values: dict, prefix: str = "") -> dict[str, object]:
     return found
 
 
+def _steps(results: dict) -> int | None:
+    """Measured steps of a profile, of one device or of ranks; None if the file does not say."""
+    measured = results.get("measured", {}).get("steps")
+    return results.get("steps") if measured is None else len(measured)
+
+
 def compare(a: dict, b: dict) -> dict:
     """Changes from results `a` to results `b`.
 
     step: seconds of both, ratio b / a with its bounds (the ratio of opposite ends of the runs' 10-90 % ranges, at least
-    2 % either way), and `changed`, whether 1 lies outside them. parts: seconds and ratio of each part that both have. scaling:
-    ranks of both, and tokens/s a rank of `b` over those of `a`. differing: what was not the same, the recipe's values among it.
+    2 % either way), and `changed`, whether 1 lies outside them; None where a run has too few steps to tell.
+    parts: seconds and ratio of each part that both have. scaling: ranks of both, and tokens/s a rank of `b` over those of `a`.
+    differing: what was not the same, the recipe's values among it.
     Raises RequestError if one of them measured nothing.
     """
     for name, results in (("first", a), ("second", b)):
@@ -52,11 +60,19 @@ def compare(a: dict, b: dict) -> dict:
     for key in sorted(one.keys() & other.keys() - {"name"}):
         if one[key] != other[key]:
             differing[key] = {"a": one[key], "b": other[key]}
+    known = all(count is None or count >= FEWEST for count in map(_steps, (a, b)))
     ranks = {"a": a.get("ranks", 1), "b": b.get("ranks", 1)}
     per_rank = b["tokens_per_s"] / ranks["b"] / (a["tokens_per_s"] / ranks["a"])
     return {
         "scaling": ranks | {"efficiency": per_rank},
-        "step": {"a": a["step_s"], "b": b["step_s"], "ratio": ratio, "low": low, "high": high, "changed": not low <= 1 <= high},
+        "step": {
+            "a": a["step_s"],
+            "b": b["step_s"],
+            "ratio": ratio,
+            "low": low,
+            "high": high,
+            "changed": not low <= 1 <= high if known else None,
+        },
         "tokens_per_s": {"a": a["tokens_per_s"], "b": b["tokens_per_s"], "ratio": b["tokens_per_s"] / a["tokens_per_s"]},
         "parts": {
             name: {"a": x, "b": y, "ratio": y / x if x else None}

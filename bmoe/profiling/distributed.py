@@ -179,7 +179,8 @@ def measured(ours: Ours, world: World, trace: str | Path | None) -> dict:
         "residues_per_s": residues / step_s, "residues_per_s_per_rank": residues / step_s / world.size,
         "mfu": flops / step_s / (peak * world.size) if peak else None, "peak_flops": peak,
         "memory": {"measured_peak": max(peaks), "measured_peak_of_least": min(peaks)} if cuda else {},
-        "experts": recipe.backend.experts, "attention": recipe.backend.attention, "compiled": bool(recipe.backend.compile),
+        "experts": recipe.backend.experts if recipe.model.moe else None, "attention": recipe.backend.attention,
+        "compiled": bool(recipe.backend.compile), "replayed": recipe.backend.graphs is True,
         **_communication(ours, world, trace),
     }  # fmt: skip
 

@@ -39,6 +39,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
     """Chip -> predicted step and memory, for every chip (or `only`) whose hardware has the precision.
 
     An emulated precision runs everywhere: its products at the speed of bf16, its rounding passes not counted, which the label says.
+    `model_error` is None there and in fp32: no such time was held against the model.
     """
     load, vocabulary, found = expected_load(recipe, shards), shards.alphabet.size, {}
     for chip in [chips.find(only)] if only else chips.CHIPS.values():
@@ -54,7 +55,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
             "fits": fit.fits(sizes["peak"], chip),
             "speedup_over_bf16": bf16 / result["step_s"],
             "this_machine": chips.of_device(device_name) is chip,
-            "model_error": validation.known_error(recipe.precision.kind in predict.LOW and not recipe.precision.emulate),
+            "model_error": None if recipe.precision.emulate else validation.known_error(recipe.precision.kind),
             "bottleneck": bottleneck(_whole(result), result["batches_per_step"]),
         }
     return found
@@ -92,13 +93,16 @@ def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
     shards, source = open_data(recipe)
     load, vocabulary = expected_load(recipe, shards), shards.alphabet.size
     predicted = predictions(recipe, shards, "", world, chip)
-    sizes = memory.by_category(recipe, vocabulary, load, world, chips.find(chip) if chip else None)
+    shown = chip or next(iter(predicted), next(iter(chips.CHIPS)))
+    sizes = memory.by_category(recipe, vocabulary, load, world, chips.find(shown))
     for name, entry in predicted.items():
         entry["largest_tokens_per_batch"] = fit.largest_batch(recipe, vocabulary, load, world, chips.find(name))
+        entry["with_another_step"] = fit.with_another_step(recipe, vocabulary, load, world, chips.find(name))
         entry["copy_peak_gib"] = fit.copy_peak(recipe, vocabulary, load, world, chips.find(name))
         entry["advice"] = fit.advice(recipe, vocabulary, load, world, chips.find(name))
     asked = [chips.find(chip)] if chip else list(chips.CHIPS.values())
     return {
-        "world": world, "memory": sizes, "predicted": predicted, "data": source, "label": "predicted from shapes, not measured",
+        "world": world, "memory": sizes, "memory_on": shown, "predicted": predicted, "data": source,
+        "label": "predicted from shapes, not measured",
         "lacking": [sentence for one in asked if (sentence := lacks(recipe, one))],
     }  # fmt: skip

@@ -1,5 +1,7 @@
 """Whether a recipe fits a GPU, the largest batch that does, and what to change if none does; from the closed form."""
 
+import math
+
 from bmoe.profiling.chips import Chip
 from bmoe.profiling.memory import by_category
 from bmoe.profiling.work import Load
@@ -7,6 +9,7 @@ from bmoe.recipe import Recipe
 
 RESERVE = 0.94  # share of a GPU's memory that tensors can use: the rest is the context, libraries and fragmentation
 MOST_GPUS = 4096
+QUANTUM = 128  # slots; smaller differences of a batch are none worth choosing
 
 
 def fits(peak_gib: float, chip: Chip) -> bool:
@@ -31,16 +34,14 @@ def _peak(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) -
 
 
 def _batches(recipe: Recipe, world: int) -> list[int]:
-    """The recipe's `tokens_per_batch` and it doubled and halved, as long as a sequence fits and the step divides; ascending."""
-    tokens = recipe.data.tokens_per_batch
-    while tokens % 2 == 0 and tokens > max(1024, recipe.data.max_length):
-        tokens //= 2
-    found = []
-    while tokens * world <= recipe.training.tokens_per_step:
-        if recipe.training.tokens_per_step % (tokens * world) == 0:
-            found.append(tokens)
-        tokens *= 2
-    return found
+    """Every `tokens_per_batch` of which a step has a whole number on each rank and that a sequence fits, if it is a multiple of
+    `QUANTUM`, or of what the recipe's shares with that; ascending, from 1,024 or the recipe's on."""
+    own, longest = recipe.data.tokens_per_batch, recipe.data.max_length
+    least, quantum = max(longest, min(own, 1024)), math.gcd(own, QUANTUM)
+    share, rest = divmod(recipe.training.tokens_per_step, world)
+    if rest:
+        return []
+    return sorted(share // n for n in range(1, share // least + 1) if share % n == 0 and share // n % quantum == 0)
 
 
 def largest_batch(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) -> int:
@@ -50,6 +51,26 @@ def largest_batch(recipe: Recipe, vocabulary: int, load: Load, world: int, chip:
         return fits(_peak(with_values(recipe, "data", tokens_per_batch=tokens), vocabulary, load, world, chip), chip)
 
     return max((tokens for tokens in _batches(recipe, world) if good(tokens)), default=0)
+
+
+def with_another_step(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) -> dict[str, int] | None:
+    """The largest `tokens_per_batch` that fits one GPU if `tokens_per_step` may change, to the nearest multiple of it, which comes
+    with it; None if that is not a tenth more than `largest_batch`. In steps of 1,024 slots, and at most a whole step."""
+    per_step = recipe.training.tokens_per_step
+
+    def good(tokens: int) -> bool:
+        several = 2 * tokens * world  # batches, which keep their gradients in sums: a single one takes less
+        changed = with_values(with_values(recipe, "data", tokens_per_batch=tokens), "training", tokens_per_step=several)
+        return fits(_peak(changed, vocabulary, load, world, chip), chip)
+
+    low, high = 0, per_step // world // 1024
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(1024 * middle) else (low, middle - 1)
+    tokens = 1024 * low
+    if tokens < recipe.data.max_length or tokens < 1.1 * largest_batch(recipe, vocabulary, load, world, chip):
+        return None
+    return {"tokens_per_batch": tokens, "tokens_per_step": tokens * world * max(1, round(per_step / (tokens * world)))}
 
 
 def copy_peak(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) -> float | None:
@@ -82,7 +103,11 @@ def advice(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: Chip) 
     largest = largest_batch(recipe, vocabulary, load, world, chip)
     if largest:
         needs = peak(with_values(recipe, "data", tokens_per_batch=largest))
-        found.append(f"set data.tokens_per_batch: {largest}, the largest that fits ({needs:.0f} GiB)")
+        found.append(f"set data.tokens_per_batch: {largest}, the largest that fits and divides training.tokens_per_step ({needs:.0f} GiB)")
+    if other := with_another_step(recipe, vocabulary, load, world, chip):
+        batch, step = other["tokens_per_batch"], other["tokens_per_step"]
+        needs = peak(with_values(with_values(recipe, "data", tokens_per_batch=batch), "training", tokens_per_step=step))
+        found.append(f"set data.tokens_per_batch: {batch} and training.tokens_per_step: {step} ({needs:.0f} GiB)")
     half = with_values(recipe, "optimizer", state_dtype="bf16")
     if recipe.optimizer.state_dtype == "fp32" and peak(half) <= room:
         found.append(f"set optimizer.state_dtype: bf16 ({peak(half):.0f} GiB)")

@@ -85,17 +85,23 @@ def _headline(results: dict) -> RenderableType:
     table.add_row("MFU", of_ceiling)
     table.add_row("", Text(f"= {results['mfu_formula']}", style="dim"))
     table.add_row("ceilings", f"{number(ceiling['matmul_tflops'])} TFLOP/s, {number(ceiling['copy_gb_per_s'])} GB/s ({ceiling['what']})")
-    compiled = ("compiled" if results["compiled"] else "not compiled") + (", replayed as CUDA graphs" if results["replayed"] else "")
-    table.add_row("runs", f"experts: {results['experts']}, attention: {results['attention']}, {compiled}")
+    table.add_row("runs", runs(results))
     padding = results["padding"]
-    rows, rectangle = padding["expert_rows"], padding["rectangle"]
-    table.add_row("padding", f"{padding['tail']:.1%} of slots, {rows:.1%} of expert rows; a rectangle would waste {rectangle:.0%}")
+    rows = f", {padding['expert_rows']:.1%} of expert rows" if results["experts"] else ""
+    table.add_row("padding", f"{padding['tail']:.1%} of slots{rows}; a rectangle would waste {padding['rectangle']:.0%}")
     table.add_row("a measured step", _device_use(results))
     whole_or_not = f"{measured['layers']} of {measured['of_layers']} layers"
     slots = f"{measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,} slots a batch"
     batches = f"{measured['batches']} of {measured['of_batches']} batches a step"
     table.add_row("measured", f"{whole_or_not}, {slots}, {batches}: {measured['label']}")
     return table
+
+
+def runs(results: dict) -> str:
+    """Which implementations ran; a dense model has no experts."""
+    experts = f"experts: {results['experts']}, " if results["experts"] else ""
+    replayed = ", replayed as CUDA graphs" if results["replayed"] else ""
+    return f"{experts}attention: {results['attention']}, {'compiled' if results['compiled'] else 'not compiled'}{replayed}"
 
 
 def _device_use(results: dict) -> str:
@@ -195,7 +201,8 @@ def _predicted(predicted: dict) -> RenderableType:
     table = titled("Predicted", "chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "error")
     for name, chip in predicted.items():
         known = chip["model_error"]
-        error = f"{chip['error']:+.0%} here" if "error" in chip else f"{known['median']:.0%} on {known['on']}"
+        error = f"{known['median']:.0%} on {known['on']}" if known else "not known"
+        error = f"{chip['error']:+.0%} here" if "error" in chip else error
         table.add_row(
             name, str(chip["world"]), seconds(chip["step_s"]), number(chip["tokens_per_s"]), f"{chip['mfu']:.1%}",
             number(chip["memory"]["peak"]), "yes" if chip["fits"] else "no", f"{chip['speedup_over_bf16']:.2f} x", error,
@@ -209,23 +216,36 @@ def _predicted(predicted: dict) -> RenderableType:
         table,
         notes(
             label,
-            f"error: {known['points']} times measured on {known['on']} in {known['precision']} differ from this model by "
-            f"{known['median']:.0%} in the median, by {known['worst']:+.0%} at worst ({known['where']}).",
+            _known_error(known, first["precision"]),
             f"Guessed: {', '.join(used['guessed'])}. Untested on Blackwell: no Blackwell was at hand.",
         ),
+    )
+
+
+def _known_error(known: dict | None, precision: str) -> str:
+    if known is None:
+        return f"error: not known; no time in {precision} as it would run here was held against this model."
+    return (
+        f"error: {known['points']} times measured on {known['on']} in {known['precision']} differ from this model by "
+        f"{known['median']:.0%} in the median, by {known['worst']:+.0%} at worst ({known['where']})."
     )
 
 
 def estimate(results: dict) -> RenderableType:
     """Memory and speed for `train --dry-run`."""
     names = ("weights", "gradients", "optimizer", "activations", "workspace", "peak")
-    memory = titled(f"Memory of one of {results['world']} GPUs, GiB", *names)
-    memory.columns[0].justify = "right"
-    memory.add_row(*(number(results["memory"][name]) for name in names))
+    memory = titled(f"Memory of one of {results['world']} GPUs, GiB", "", *names)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, sizes in {results["memory_on"]: results["memory"], **{n: chip["memory"] for n, chip in results["predicted"].items()}}.items():
+        alike.setdefault(tuple(number(sizes[key]) for key in names), []).append(name)
+    for row, gpus in alike.items():
+        memory.add_row(", ".join(gpus), *row)
     lines = []
     for name, chip in results["predicted"].items():
         largest = chip["largest_tokens_per_batch"]
         at_most = f"fits {name}; the largest data.tokens_per_batch that does and divides training.tokens_per_step is {largest:,}"
+        if other := chip["with_another_step"]:
+            at_most += f"; {other['tokens_per_batch']:,} fits with training.tokens_per_step {other['tokens_per_step']:,}"
         fits = at_most if chip["fits"] else f"does not fit {name}: "
         lines.append(fits + "; or ".join(chip["advice"]))
         if chip["copy_peak_gib"]:
@@ -243,9 +263,12 @@ def copies_fit(gpu: str, peak_gib: float, world: int) -> str:
 def comparison(results: dict) -> RenderableType:
     """What `bmoe profile --compare A B` found."""
     step = results["step"]
-    verdict = "changed" if step["changed"] else "no change beyond noise"
     head = Text(f"step {seconds(step['a'])} -> {seconds(step['b'])}: {step['ratio'] - 1:+.1%} ", style="bold")
-    head.append(f"({step['low'] - 1:+.1%} to {step['high'] - 1:+.1%} within noise): {verdict}", style="default")
+    if step["changed"] is None:
+        head.append("(noise not known: a file has fewer than 3 measured steps; profile with --steps 10)", style="default")
+    else:
+        verdict = "changed" if step["changed"] else "no change beyond noise"
+        head.append(f"({step['low'] - 1:+.1%} to {step['high'] - 1:+.1%} within noise): {verdict}", style="default")
     table = titled("Parts", "part", "A", "B", "change")
     for name, part in sorted(results["parts"].items(), key=lambda item: -item[1]["a"]):
         table.add_row(name, seconds(part["a"]), seconds(part["b"]), f"{part['ratio'] - 1:+.1%}" if part["ratio"] else "-")
@@ -253,4 +276,6 @@ def comparison(results: dict) -> RenderableType:
     ranks = results["scaling"]
     if ranks["a"] != ranks["b"]:
         head.append(f"\n{ranks['a']} -> {ranks['b']} ranks: {ranks['efficiency']:.1%} of the tokens/s a rank")
-    return Group(head, notes(*differing), *([Text(), table] if results["parts"] else []))
+    bounds = "Parts are of other steps and have no noise bounds: they show where a change lies, not whether there is one."
+    parts: list[RenderableType] = [Text(), table, notes(bounds)] if results["parts"] else []
+    return Group(head, *([notes(*differing)] if differing else []), *parts)

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bmoe.profiling.render import baseline_table, notes, number, seconds, titled
+from bmoe.profiling.render import baseline_table, notes, number, runs, seconds, titled
 
 
 def report(results: dict) -> RenderableType:
@@ -39,15 +39,20 @@ def _headline(results: dict, layout: str) -> RenderableType:
     if results["memory"]:
         memory = results["memory"]
         table.add_row("peak memory", f"{number(memory['measured_peak'])} GiB (least {number(memory['measured_peak_of_least'])})")
-    compiled = "compiled" if results["compiled"] else "not compiled"
-    table.add_row("runs", f"experts: {results['experts']}, attention: {results['attention']}, {compiled}")
+    table.add_row("runs", runs(results))
     return table
 
 
 def _communication(found: dict) -> RenderableType:
     table = titled("What a rank sends in a step", "collective", "MB", "on the wire", "GB/s")
-    for kind, sent in found["sent_bytes"].items():
-        wire = found["wire_s"][kind]
+    sent_bytes, wire_s = dict(found["sent_bytes"]), dict(found["wire_s"])
+    if sent_bytes.get("reduce_scatter") and not wire_s["reduce_scatter"]:  # gloo reports it as an all-reduce
+        both = ("all_reduce", "reduce_scatter")
+        sent_bytes["all_reduce, reduce_scatter"], wire_s["all_reduce, reduce_scatter"] = (
+            sum(values.pop(kind, 0.0) for kind in both) for values in (sent_bytes, wire_s)
+        )
+    for kind, sent in sent_bytes.items():
+        wire = wire_s[kind]
         table.add_row(kind, number(sent / 1e6), seconds(wire), number(sent / wire / 1e9) if wire and sent else "-")
     hidden = "-" if found["hidden_share"] is None else f"{found['hidden_share']:.0%}"
     line = f"{found['share']:.1%} of the step communicates and nothing else; {hidden} of all communication is hidden."

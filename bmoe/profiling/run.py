@@ -132,6 +132,7 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
     step_s, batches = whole["step_s"], whole["batches_per_step"]
     peak = counts.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     flops = model_flops(recipe.model, vocabulary, full) * batches
+    here = small.training.tokens_per_step // small.data.tokens_per_batch
     was_reduced = small.model.layers < recipe.model.layers or small.data.tokens_per_batch < recipe.data.tokens_per_batch
     return {
         "step_s": step_s,
@@ -150,11 +151,11 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
         "measured": {
             "layers": small.model.layers, "of_layers": recipe.model.layers,
             "tokens_per_batch": small.data.tokens_per_batch, "of_tokens_per_batch": recipe.data.tokens_per_batch,
-            "batches": small.training.tokens_per_step // small.data.tokens_per_batch, "of_batches": batches,
+            "batches": here, "of_batches": batches,
             "step_s": undisturbed.middle, "steps": undisturbed.seconds,
-            "label": "scaled up by layers, tokens and parameters: a prediction, not a measurement" if was_reduced else "measured whole",
+            "label": _how_measured(was_reduced, here < batches),
         },
-        "experts": small.backend.experts,
+        "experts": small.backend.experts if small.model.moe else None,
         "attention": small.backend.attention,
         "compiled": bool(small.backend.compile),
         "replayed": small.backend.graphs is True,
@@ -168,6 +169,12 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
         "bottleneck": bottleneck(parts, batches, traced.get("gpu_busy_share"), device.type == "cpu"),
         **traced,
     }  # fmt: skip
+
+
+def _how_measured(reduced: bool, fewer_batches: bool) -> str:
+    if reduced:
+        return "scaled up by layers, tokens and parameters: a prediction, not a measurement"
+    return "measured whole but for the batches, each of which counts as these" if fewer_batches else "measured whole"
 
 
 def _parts_label(recipe: Recipe) -> str:

@@ -164,14 +164,14 @@ def gains() -> dict[Point, tuple[float, float]]:
 
 
 @functools.cache
-def known_error(eight_bits: bool = False) -> dict:
+def known_error(kind: str) -> dict | None:
     """{points, on, precision, median, worst, where}: absolute relative errors of the model on the chip where it was held against
-    times, in bf16 or in 8 bits; those of bf16 where nothing was measured in 8 bits."""
-    found = errors()
-    low = {point: error for point, error in found.items() if point.precision in predict.LOW}
-    chosen = low if eight_bits and low else {point: error for point, error in found.items() if point not in low}
+    times, in bf16 or in 8 bits, which stand for 4 bits too; None in fp32, which was not measured."""
+    if kind == "fp32":
+        return None
+    low = kind in predict.LOW
+    chosen = {point: error for point, error in errors().items() if (point.precision in predict.LOW) is low}
     worst = max(chosen, key=lambda point: abs(chosen[point]))
     middle = median(abs(error) for error in chosen.values())
-    precision = "8 bits" if chosen is low else "bf16"
-    facts = {"points": len(chosen), "on": MEASURED_ON, "precision": precision}
+    facts = {"points": len(chosen), "on": MEASURED_ON, "precision": "8 bits" if low else "bf16"}
     return facts | {"median": middle, "worst": chosen[worst], "where": str(worst)}

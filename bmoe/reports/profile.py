@@ -71,7 +71,8 @@ def _key_numbers(results: dict) -> list[tuple[str, str]]:
         found.append((number(results["kernels_per_step"]), f"kernels a step, {results['syncs_per_step']} waits of the host"))
         found.append((_percent(results["gpu_busy_share"]), f"of a step the GPU computes; idle {seconds(results['idle_s'])}"))
     padding = results["padding"]
-    rest = f"of slots are padding, {_percent(padding['expert_rows'], 1)} of expert rows; a rectangle: {_percent(padding['rectangle'])}"
+    rows = f", {_percent(padding['expert_rows'], 1)} of expert rows" if results["experts"] else ""
+    rest = f"of slots are padding{rows}; a rectangle: {_percent(padding['rectangle'])}"
     return [*found, (_percent(padding["tail"], 1), rest)]
 
 
@@ -79,13 +80,14 @@ def _bottleneck(results: dict) -> str:
     worst, measured = results["bottleneck"], results["measured"]
     text = f"{worst['part'].capitalize()}, {_percent(worst['share'])} of a step. The recipe key {worst['key']} moves it: {worst['why']}."
     compiled = ("compiled" if results["compiled"] else "not compiled") + (", replayed as CUDA graphs" if results["replayed"] else "")
+    experts = f"experts {results['experts']}, " if results["experts"] else ""
     where = (
         f"{measured['layers']} of {measured['of_layers']} layers, {measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,}"
     )
     batches = f"{measured['batches']} of {measured['of_batches']} batches a step"
     facts = [
         f"Measured: {where} slots a batch, {batches}; {measured['label']}.",
-        f"It ran with experts {results['experts']}, attention {results['attention']}, {compiled}.",
+        f"It ran with {experts}attention {results['attention']}, {compiled}.",
         f"Model FLOPs utilisation is {results['mfu_formula']}.",
     ]
     return section("First bottleneck", items(facts), text=text)
@@ -193,11 +195,21 @@ def _baseline(results: dict) -> str:
     return section("Beside Hugging Face", table(head, rows), text="One batch a step, the same batches; name the baseline beside a ratio.")
 
 
+def _known_error(known: dict | None, precision: str) -> str:
+    if known is None:
+        return f"nothing, as no time in {precision} as it would run here was held against it."
+    return (
+        f"{known['points']} times measured on {known['on']} in {known['precision']} differ from it by {_percent(known['median'])} in the "
+        f"median, by {known['worst']:+.0%} at worst ({known['where']})."
+    )
+
+
 def _predicted(results: dict) -> str:
     rows = []
     for name, chip in results["predicted"].items():
         known = chip["model_error"]
-        error = f"{chip['error']:+.0%} here" if "error" in chip else f"{_percent(known['median'])} on {known['on']}"
+        error = f"{_percent(known['median'])} on {known['on']}" if known else "not known"
+        error = f"{chip['error']:+.0%} here" if "error" in chip else error
         worst = f"{chip['bottleneck']['part']}, {_percent(chip['bottleneck']['share'])}"
         rows.append([
             name, chip["world"], seconds(chip["step_s"]), chip["tokens_per_s"], _percent(chip["mfu"], 1), chip["memory"]["peak"],
@@ -212,7 +224,6 @@ def _predicted(results: dict) -> str:
     text = (
         f"{first['label'].capitalize()}. Each part takes the longer of its arithmetic and its memory traffic at a share of the chip's "
         f"published peaks, plus its launches. Error: here, against the step measured above; elsewhere what is known of the model: "
-        f"{known['points']} times measured on {known['on']} differ from it by {_percent(known['median'])} in the median, by "
-        f"{known['worst']:+.0%} at worst ({known['where']})."
+        + _known_error(known, results["precision"])
     )
     return section("On other chips, predicted", table(head, rows), details(f"Assumptions, for {first['chip']}", assumed), text=text)

@@ -33,7 +33,7 @@ def build_subject(recipe: Recipe, device: torch.device) -> Subject:
 @pytest.fixture(scope="session")
 def compared() -> dict:
     """The results of the small recipe with every implementation of the experts."""
-    return profile(small_recipe(), build_subject, device=torch.device("cpu"), steps=2, experts="all")
+    return profile(small_recipe(), build_subject, device=torch.device("cpu"), steps=3, experts="all")
 
 
 @pytest.fixture

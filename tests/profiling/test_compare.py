@@ -24,6 +24,13 @@ def test_a_change_beyond_both_ranges_is_one():
     assert compare(results(0.8), results(1.0))["step"]["changed"]
 
 
+@pytest.mark.parametrize("steps, known", [([1.0], False), ([1.0, 1.01], False), ([1.0, 1.0, 1.01], True)])
+def test_too_few_steps_have_no_noise_to_compare_with(steps, known):
+    few, many = results(1.0, 0.0, measured={"steps": steps}), results(1.2, 0.0, steps=10)  # of one device, and of ranks
+    for a, b in ((few, many), (many, few)):
+        assert compare(a, b)["step"]["changed"] is (True if known else None)
+
+
 def test_parts_and_differences_are_listed():
     a, b = results(1.0), results(2.0, device="NVIDIA H200")
     del b["parts"]["optimizer"]

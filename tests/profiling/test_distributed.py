@@ -12,7 +12,7 @@ import yaml
 
 from bmoe import cli
 from bmoe.parallel.world import World
-from bmoe.profiling import chips, distributed, predict
+from bmoe.profiling import chips, distributed, predict, render_ranks
 from bmoe.profiling.estimate import expected_load
 from bmoe.profiling.race import Step, timed_steps
 from bmoe.profiling.synthetic import SyntheticShards
@@ -123,6 +123,17 @@ def test_spans_of_kernels():
         [event("gloo:all_to_all", 3, 9), event("aten::mm", 0, 4), event("c10d::alltoall_base_", 0, 1)], cuda=False
     )
     assert dict(calls) == {"all_to_all": [(3, 9)]} and work == [(0, 4)]
+
+
+@pytest.mark.parametrize("scatter_s, rows", [(0.0, {"all_gather": "4", "all_reduce, reduce_scatter": "10"}),
+                                             (0.5, {"all_gather": "4", "all_reduce": "2", "reduce_scatter": "8"})])  # fmt: skip
+def test_gloo_times_both_reductions_as_one(scatter_s, rows):
+    """It reports a reduce-scatter as an all-reduce, so a row of its own would have bytes without time, and its seconds another's."""
+    wire = {"all_gather": 1.0, "all_reduce": 2.5, "reduce_scatter": scatter_s}
+    sent = {"all_gather": 4e6, "all_reduce": 2e6, "reduce_scatter": 8e6}
+    table = render_ranks._communication({"sent_bytes": sent, "wire_s": wire, "share": 0.1, "hidden_share": 0.0, "label": ""}).renderables[0]
+    names, bytes_ = (list(column.cells) for column in table.columns[:2])
+    assert dict(zip(names, bytes_, strict=True)) == rows and "-" not in list(table.columns[3].cells)
 
 
 def test_overlap_is_the_length_of_the_intersection():

@@ -58,6 +58,32 @@ def test_the_largest_batch_fits_and_twice_it_does_not(recipe_of):
     assert fit.largest_batch(flagship(recipe_of, moe={"experts": 64}), 33, load(16384), 1, H100) == 0
 
 
+def test_batches_between_the_doublings_are_found(recipe_of):
+    """A step of 2^k slots has none; one of 3 x 2^k or 5 x 2^k has them, and the largest that fits is one of these."""
+    h200, per_step = chips.find("h200"), 15 * 2**17
+    recipe = fit.with_values(flagship(recipe_of), "training", tokens_per_step=per_step)
+    sizes = [n for n in range(1024, per_step // 8 + 1, 128) if per_step % (8 * n) == 0]
+    good = [n for n in sizes if fit.fits(by_category(flagship(recipe_of, n), 33, load(n), 8, h200)["peak"], h200)]
+    largest = fit.largest_batch(recipe, 33, load(16384), 8, h200)
+    assert largest == max(good) < max(sizes) and largest & (largest - 1) != 0
+    longest = fit.with_values(recipe, "data", max_length=5120, tokens_per_batch=5120)
+    assert min(fit._batches(longest, 8)) == 5120, "a sequence fits every batch"
+    assert fit._batches(fit.with_values(recipe, "training", tokens_per_step=per_step + 1), 8) == []
+
+
+@pytest.mark.parametrize("chip, world", [("h100", 8), ("b200", 1), ("h200", 8)])
+def test_another_step_takes_a_batch_that_fills_the_gpu(recipe_of, chip, world):
+    chip, recipe = chips.find(chip), flagship(recipe_of, 32768)
+    found = fit.with_another_step(recipe, 33, load(16384), world, chip)
+    tokens, step = found["tokens_per_batch"], found["tokens_per_step"]
+    assert tokens > 1.1 * fit.largest_batch(recipe, 33, load(16384), world, chip)
+    assert step % (tokens * world) == 0 and abs(step / 2097152 - 1) <= tokens * world / step
+    for more, good in ((0, True), (1024, False)):
+        assert fit.fits(by_category(flagship(recipe_of, tokens + more), 33, load(tokens + more), world, chip)["peak"], chip) is good
+    small = recipe_of(data={"tokens_per_batch": 1024}, training={"tokens_per_step": 4096})
+    assert fit.with_another_step(small, 33, load(1024), 1, chip) is None, "a whole step is one batch already"
+
+
 def test_weights_that_fill_a_gpu_ask_for_several(recipe_of):
     recipe = flagship(recipe_of, moe={"experts": 64})  # 21 B parameters: more than one GPU holds at any batch size
     lines = fit.advice(recipe, 33, load(16384), 1, H100)

@@ -14,9 +14,9 @@ from bmoe.profiling.work import Load, Work
 from bmoe.recipe import Recipe
 
 
-def layer(width, expert_width, experts, top_k, kind="bf16", **more) -> Recipe:
+def layer(width, expert_width, experts, top_k, kind="bf16", precision=None, **more) -> Recipe:
     model = {"layers": 1, "width": width, "heads": 16, "moe": {"experts": experts, "top_k": top_k, "expert_width": expert_width}}
-    return Recipe.model_validate({"model": model, "precision": {"kind": kind}, **more})
+    return Recipe.model_validate({"model": model, "precision": precision or {"kind": kind}, **more})
 
 
 FULL = Load(16384, 16384, 16384 * 1024.0, 2458)
@@ -47,13 +47,22 @@ def test_gains_of_row_wise_fp8_measured_on_an_h200():
     assert median(map(abs, off)) < 0.015 and max(map(abs, off)) < 0.04, off
 
 
-@pytest.mark.parametrize("low", [False, True])
-def test_the_error_that_is_shown_is_that_of_the_points(low):
-    found, shown = validation.errors(), validation.known_error(low)
+@pytest.mark.parametrize("kind", ["bf16", "fp8_row", "mxfp8", "nvfp4"])
+def test_the_error_that_is_shown_is_that_of_the_points(kind):
+    found, shown, low = validation.errors(), validation.known_error(kind), kind != "bf16"
     chosen = {point: abs(error) for point, error in found.items() if (point.precision in predict.LOW) is (shown["precision"] == "8 bits")}
     assert shown["points"] == len(chosen) and shown["median"] == median(chosen.values()) < 0.15
     assert abs(shown["worst"]) == max(chosen.values()) and shown["where"] in map(str, chosen)
-    assert low or (shown["precision"] == "bf16" and len(chosen) >= 5)
+    assert shown["precision"] == ("8 bits" if low else "bf16") and len(chosen) >= 5
+
+
+def test_no_error_is_shown_for_what_was_never_measured():
+    """No time in fp32, and none with emulated rounding, is among the points."""
+    assert not {point.precision for point in (*validation.LAYERS, *validation.STEPS)} & {"fp32"} and validation.known_error("fp32") is None
+    shards = SyntheticShards(layer(1280, 3584, 8, 2))
+    for kind, emulate in (("fp32", False), ("mxfp8", True)):
+        found = predictions(layer(1280, 3584, 8, 2, precision={"kind": kind, "emulate": emulate}), shards, "")
+        assert {chip["model_error"] for chip in found.values()} == {None}
 
 
 def test_attention_of_full_sequences_on_an_h200():

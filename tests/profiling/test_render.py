@@ -22,7 +22,9 @@ def test_a_measured_profile(compared, width):
         assert needed in shown
     assert compared["bottleneck"]["key"] in shown
     same = text(render.comparison(compare(compared, compared)), width)
-    assert "no change beyond noise" in same and "+0.0%" in same
+    assert "no change beyond noise" in same and "+0.0%" in same and "have no noise bounds" in same
+    once = {**compared, "measured": {**compared["measured"], "steps": [1.0]}}
+    assert "noise not known" in text(render.comparison(compare(once, compared)), width)
 
 
 def test_a_missing_precision(recipe_of, build):
@@ -37,6 +39,23 @@ def test_an_estimate_that_does_not_fit_says_what_to_change(recipe_of):
                        data={"tokens_per_batch": 131072, "max_length": 1024}, training={"tokens_per_step": 2097152})  # fmt: skip
     shown = text(render.estimate(estimate(recipe, world=8, chip="h100")))
     assert "does not fit h100" in shown and "data.tokens_per_batch" in shown and "backend.recompute" in shown
+
+
+def test_memory_is_that_of_the_chips_predicted_below(recipe_of):
+    """Where a GPU has the room, weights stay gathered, so the same recipe takes more of it: no chip's row may show another's peak."""
+    recipe = recipe_of(model={"layers": 24, "width": 1280, "heads": 20, "moe": {"expert_width": 3584}}, precision={"kind": "bf16"},
+                       data={"tokens_per_batch": 32768, "max_length": 1024}, training={"tokens_per_step": 2097152})  # fmt: skip
+    found = estimate(recipe, world=8)
+    assert found["memory"] == found["predicted"][found["memory_on"]]["memory"]
+    table = text(render.estimate(found)).split("Predicted")[0]
+    for name, chip in found["predicted"].items():
+        assert name in table and render.number(chip["memory"]["peak"]) in table
+
+
+def test_what_was_never_measured_has_no_error(recipe_of):
+    for section, known in (({"kind": "fp32"}, False), ({"kind": "mxfp8", "emulate": True}, False), ({"kind": "bf16"}, True)):
+        shown = text(render.estimate(estimate(recipe_of(precision=section), chip="h200")))
+        assert ("error: not known" in shown) is not known and ("on h200 " in shown) is known
 
 
 def test_a_chip_without_the_precision_is_said(recipe_of):

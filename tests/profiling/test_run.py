@@ -1,18 +1,27 @@
 """The whole command on a small recipe: the fixed keys, consistency of its numbers, and reports for absent hardware."""
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 
 from bmoe.errors import RequestError
 from bmoe.profiling import estimate, profile
 from bmoe.profiling.estimate import expected_load
+from bmoe.profiling.render import report
 from bmoe.profiling.run import implementations, reduced
 from bmoe.profiling.synthetic import SyntheticShards
 
 CPU = torch.device("cpu")
 FIXED = {"step_s", "tokens_per_s", "mfu", "parts", "memory", "unmet_conditions", "emulated", "predicted", "ratios"}
+
+
+def console_text(renderable) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160, color_system=None).print(renderable)
+    return out.getvalue()
 
 
 def test_a_measured_profile(recipe_of, build, tmp_path):
@@ -44,6 +53,16 @@ def test_a_precision_this_machine_lacks(recipe_of, build):
     assert set(found["predicted"]) == {"b200", "gb200"}
     for chip in found["predicted"].values():
         assert "predicted" in chip["label"] and chip["step_s"] > 0 and chip["memory"]["peak"] > 0
+
+
+def test_a_dense_model_names_no_experts_and_fewer_batches_are_said(recipe_of, build):
+    """A step of three batches is timed as one of two."""
+    recipe = recipe_of(model={"moe": None}, training={"tokens_per_step": 768})
+    found = profile(recipe, build, device=CPU, steps=2)
+    assert found["experts"] is None and found["measured"]["batches"] == 2 and found["measured"]["of_batches"] == 3
+    assert "but for the batches" in found["measured"]["label"]
+    shown = console_text(report(found))
+    assert "experts" not in shown.split("Predicted")[0] and "attention: sdpa" in shown
 
 
 def test_emulated_training_is_measured(recipe_of, build):

@@ -57,7 +57,7 @@ def chip(**more):
     return {
         "chip": "b200", "world": 1, "step_s": 0.05, "tokens_per_s": 3e5, "mfu": 0.3, "memory": {"peak": 20.0}, "fits": True,
         "speedup_over_bf16": 1.1, "bottleneck": {"part": "attention", "share": 0.4},
-        "model_error": {"points": 9, "on": "h200", "median": 0.05, "worst": -0.26, "where": "a layer"},
+        "model_error": {"points": 9, "on": "h200", "precision": "bf16", "median": 0.05, "worst": -0.26, "where": "a layer"},
         "label": "predicted by a roofline model, not measured",
         "assumptions": {"gemm": 0.68, "low_gemm": 0.45, "guessed": ["low_gemm"], "peaks": "a data sheet"}, **more,
     }  # fmt: skip
