@@ -23,6 +23,9 @@ def test_launch_files_are_well_formed():
         assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     job = yaml.safe_load((DOCS / "launch" / "pytorchjob.yaml").read_text())
     assert job["kind"] == "PyTorchJob" and job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] == 1
+    container = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    shared = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert container["workingDir"] in shared, "data.path and the run's folder are relative to it, and all pods need both"
 
 
 @pytest.mark.parametrize("code, requeued", [(75, True), (0, False), (1, False), (143, False)])
