@@ -225,5 +225,6 @@ def _predicted(results: dict) -> str:
         f"{first['label'].capitalize()}. Each part takes the longer of its arithmetic and its memory traffic at a share of the chip's "
         f"published peaks, plus its launches. Error: here, against the step measured above; elsewhere what is known of the model: "
         + _known_error(known, results["precision"])
+        + f" Guessed: {', '.join(used['guessed'])}. Untested on Blackwell: none was at hand."
     )
     return section("On other chips, predicted", table(head, rows), details(f"Assumptions, for {first['chip']}", assumed), text=text)

@@ -95,7 +95,7 @@ def test_a_measured_profile(tmp_path):
     assert heads == ["First bottleneck", "Where a step goes", "Roofline", "Memory", "On other chips, predicted"]
     for needed in ("Experts gemm 1, 50% of a step", "precision.kind", "a &lt;b&gt; &amp; c", "964", "84%", "idle 11 ms", "+8% here",
                    "by 5% in the median", "-26% at worst (a layer)",
-                   "a data sheet", "low_gemm: 0.4500 (a guess)",
+                   "a data sheet", "low_gemm: 0.4500 (a guess)", "9 times measured on h200 in bf16", "Untested on Blackwell",
                    "kernel&lt;float&gt;", "before k2", "6 of 24 layers", "of the published peak, 989 TFLOP/s"):  # fmt: skip
         assert needed in text, needed
 
@@ -124,6 +124,20 @@ def test_a_precision_that_does_not_run(tmp_path):
     assert heads == ["Why bf16 does not run here", "Its fused kernel would need besides", "Rounding, emulated", "On other chips, predicted"]
     for needed in ("Chip: this is no Blackwell.", "Switch: not set.", "3.70% (0.20%)", "6.00%", "-0.0040", "not measured"):
         assert needed in text
+
+
+def test_what_was_never_measured_has_no_error(tmp_path):
+    found = results()
+    for chip in found["predicted"].values():
+        chip["model_error"] = None
+        chip.pop("error", None)
+    text = write_profile_report(found, tmp_path / "p.html").read_text()
+    assert "not known" in text and "no time in bf16 as it would run here was held against it" in text
+
+
+def test_a_dense_model_names_no_experts(tmp_path):
+    shown = [write_profile_report(results(experts=experts), tmp_path / "p.html").read_text() for experts in ("grouped", None)]
+    assert [("It ran with experts" in text, "of expert rows" in text) for text in shown] == [(True, True), (False, False)]
 
 
 def test_bars_are_as_long_as_their_seconds():
