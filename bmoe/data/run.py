@@ -303,6 +303,6 @@ def _nothing(ledger: Ledger, sources) -> str:
     read = ledger.totals.records_read
     place = sources[0].name if len(sources) == 1 else f"the {len(sources)} inputs"
     if not read:
-        return f"{place} has no record: nothing was prepared"
+        return f"{place} has no record: nothing was prepared; name an input with sequences"
     reasons = ", ".join(f"{number} {reason}" for reason, number in ledger.totals.dropped.items())
-    return f"no record of {place} was kept ({read:,} read; {reasons}): nothing was prepared"
+    return f"no record of {place} was kept ({read:,} read; {reasons}): nothing was prepared; choose other limits or another input"

@@ -150,7 +150,7 @@ def _summary(chains: list[Chain], family: list[int], pairs: list, probability: l
             )  # fmt: skip
             low, high = _interval(model, family)
             out[name] |= {
-                key: float(np.nanmean(model)), f"{key}_low": low, f"{key}_high": high, f"{key}_by_separation": float(np.nanmean(baseline)),
+                key: _mean(model), f"{key}_low": low, f"{key}_high": high, f"{key}_by_separation": _mean(baseline),
             }  # fmt: skip
             if (name, key) == ("long", "p_at_l"):
                 longest = model
@@ -159,9 +159,15 @@ def _summary(chains: list[Chain], family: list[int], pairs: list, probability: l
         for c, f, p in zip(chains, family, longest, strict=True)
     ]
     order = [i for i in np.argsort(-longest, kind="stable") if np.isfinite(longest[i])]
-    shown = sorted({order[round(k * (len(order) - 1) / (SHOWN - 1))] for k in range(SHOWN)}, key=order.index)
+    shown = sorted({order[round(k * (len(order) - 1) / (SHOWN - 1))] for k in range(SHOWN)}, key=order.index) if order else []
     out["maps"] = [_map(chains[i], pairs[i], probability[i], float(longest[i])) for i in shown]
     return out
+
+
+def _mean(value_C: np.ndarray) -> float:
+    """Mean over the chains that have pairs in the range; nan if none has."""
+    finite = value_C[np.isfinite(value_C)]
+    return float(finite.mean()) if finite.size else float("nan")
 
 
 def _interval(value_C: np.ndarray, family: list[int]) -> tuple[float, float]:

@@ -77,8 +77,8 @@ def read_fasta(path: str | Path, letters: Alphabet) -> list[tuple[str, np.ndarra
     for header, sequence in SimpleFastaParser(io.StringIO(read_text(path), newline=None)):
         kept = sequence.translate(str.maketrans("", "", " \t-.*"))
         if not kept:
-            raise RequestError(f"{path}: the record {header.strip()[:60]!r} has no letters")
+            raise RequestError(f"{path}: the record {header.strip()[:60]!r} has no letters; take it out of the file")
         records.append((header.strip(), letters.encode(kept.encode("ascii", "replace"))))
     if not records:
-        raise RequestError(f"{path} has no FASTA record (a line that begins with >)")
+        raise RequestError(f"{path} has no FASTA record (a line that begins with >); name a FASTA file")
     return records

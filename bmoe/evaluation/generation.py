@@ -129,7 +129,7 @@ def evaluate(
     start = np.concatenate([[letters.cls_id], letters.encode(prompt.encode("ascii", "replace")).astype(np.int64) if prompt else []])
     start = start.astype(np.int64)
     if (start == letters.unk_id).any():
-        raise RequestError(f"--prompt {prompt!r} has a letter that the alphabet {letters.name} does not have")
+        raise RequestError(f"--prompt {prompt!r} has a letter that the alphabet {letters.name} does not have; leave it out")
     if start.size >= longest:
         raise RequestError(f"--prompt has {start.size - 1} tokens and leaves no room in {longest}")
     new_NT = _sample(model, letters, start, samples, longest, temperature, seed, device, top_k)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bmoe.errors import RequestError
+
 PIECE = 65_536  # rows taken to float64 at a time
 STEPS, SWEEPS = 100, 1000
 TOLERANCE = 1e-4  # of the largest violation of a subgradient condition at w = 0
@@ -24,7 +26,7 @@ DESCENT = 0.01  # Armijo's constant of the line search
 
 def fit(features: list[Tensor], positive_P: Tensor, strength: float, device: torch.device) -> Tensor:
     """Weights [A], float64 on `device`, of features, fp32 on any device: their rows one after the other are [P, A - 1]. Bool
-    `positive_P`. strength: C."""
+    `positive_P`. strength: C. RequestError for features that are no numbers, of a model whose weights are none."""
     pieces = [piece_PA for part_PA in features for piece_PA in part_PA.split(PIECE)]
     sign_P = positive_P.to(device).double() * 2 - 1
     margin_P = torch.zeros_like(sign_P)
@@ -33,6 +35,8 @@ def fit(features: list[Tensor], positive_P: Tensor, strength: float, device: tor
     for step in range(STEPS):
         wrong_P = torch.sigmoid(-sign_P * margin_P)
         g_A = _gradient(pieces, -strength * sign_P * wrong_P)
+        if not np.isfinite(g_A).all():
+            raise RequestError("the model gives attention that is no number: its weights are broken; name an earlier checkpoint of the run")
         violation_A = np.where(w_A != 0, np.abs(g_A + np.sign(w_A)), np.maximum(np.abs(g_A) - 1, 0))
         first = violation_A.max() if step == 0 else first
         if violation_A.max() <= TOLERANCE * first:

@@ -54,6 +54,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if (path / SINGLE).is_file():
         return _read_safetensors(path / SINGLE)
     pickles = sorted(file for file in path.glob("*") if file.suffix in (".bin", ".pt") and "contact-regression" not in file.name)
+    if not pickles and (any(path.glob("*.distcp")) or (path / "checkpoints").is_dir()):
+        raise RequestError(f"{path} is a run or a checkpoint of bmoe: write it with `bmoe export {path} --to DIR`, and name that folder")
     if len(pickles) != 1:
         raise RequestError(f"{path} holds no weights: expected {SINGLE}, {INDEX}, or one .bin or .pt file; name a folder that has them")
     return _read_pickle(pickles[0])

@@ -8,6 +8,7 @@ from bmoe.reports import comparison, remarks
 from bmoe.reports.evaluation import BLOSUM, RANGES, named, paired_rows
 from bmoe.reports.page import number, with_interval
 from bmoe.reports.perplexity import NAMES, bin_name
+from bmoe.reports.prepare import counted
 
 
 def evaluation_tables(results: dict | list[dict]) -> Group:
@@ -121,7 +122,7 @@ def _routing(found: dict) -> Group:
 def _embedded(found: dict) -> Text:
     found = found["embeddings"]
     long = f"; {found['longer_than_trained']} longer than the model was trained for" if found["longer_than_trained"] else ""
-    what = f"{number(found['sequences'])} sequences, layer {found['layer']}, by {found['mode']}"
+    what = f"{counted(found['sequences'], 'sequence')}, layer {found['layer']}, by {found['mode']}"
     return Text(f"embeddings of {what} written to {found['file']}{long}")
 
 

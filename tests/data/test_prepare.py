@@ -237,7 +237,7 @@ def test_impossible_options_are_refused(options):
 
 def test_nothing_kept_is_an_error_with_the_reasons(tmp_path):
     (tmp_path / "in.fasta").write_text(">a\nM\n>b\nK\n>c\n")
-    with pytest.raises(RequestError, match="no record of .*in.fasta was kept .3 read; .*2 too_short"):
+    with pytest.raises(RequestError, match="no record of .*in.fasta was kept .3 read; .*2 too_short.*choose other limits"):
         prepare([str(tmp_path / "in.fasta")], tmp_path / "out")
 
 

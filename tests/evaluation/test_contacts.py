@@ -132,6 +132,21 @@ def test_a_chain_of_alpha_carbons_is_named(folder, make_recipe, make_model):
         contacts.evaluate(make_model(recipe), recipe, alphabet("protein"), folder, CPU)
 
 
+def test_a_range_without_pairs_has_no_precision_and_no_map(folder, make_recipe, make_model):
+    """Of 34 residues the first 20 are seen: no pair is 24 apart, 91 of them at least 6."""
+    for path in sorted(folder.glob("*.gz")):
+        lines = [x for x in gzip.open(path, "rt").read().splitlines() if x.startswith("ATOM")]
+        numbers = list(dict.fromkeys(x[22:27] for x in lines))[:34]
+        seen = set(numbers[:20])
+        kept = [x for x in lines if x[22:27] in seen or (x[22:27] in numbers and x[12:16] == " CA ")]
+        path.with_suffix("").write_text("\n".join(kept))
+        path.unlink()
+    recipe = make_recipe()
+    found = contacts.evaluate(make_model(recipe), recipe, alphabet("protein"), folder, CPU)
+    assert found["maps"] == [] and all(np.isnan(value) for value in found["long"].values())
+    assert np.isfinite(found["short"]["p_at_l"]) and all(len(c["chain"]) and np.isnan(c["long_p_at_l"]) for c in found["per_chain"])
+
+
 def test_unknown_residues_are_no_pairs():
     text = gzip.open(DATA / "1A8O_A.pdb.gz", "rt").read()
     assert "CA" in text

@@ -63,9 +63,9 @@ def test_requests_that_cannot_be_met(setting):
 
     with pytest.raises(RequestError, match="x occurs twice"):
         embed(">x 1\nMK\n>x 2\nMR\n")
-    with pytest.raises(RequestError, match="no FASTA record"):
+    with pytest.raises(RequestError, match="no FASTA record.*name a FASTA file"):
         embed("MKTA\n")
-    with pytest.raises(RequestError, match="no letters"):
+    with pytest.raises(RequestError, match="no letters; take it out"):
         embed(">x\n>y\nMK\n")
     with pytest.raises(RequestError, match="--layer 9: the model has layers 0 .* to 3"):
         embed(">x\nMK\n", layer=9)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from bmoe.errors import RequestError
 from bmoe.evaluation import l1
 
 CPU = torch.device("cpu")
@@ -53,6 +54,13 @@ def test_nothing_to_learn_gives_the_constant_alone():
     w = l1.fit([torch.zeros(150, 3), torch.zeros(250, 3)], y, STRENGTH, CPU).numpy()
     p = 1 / (1 + np.exp(-w[-1]))
     assert not w[:-1].any() and STRENGTH * (40 * (1 - p) - 360 * p) == pytest.approx(-1.0, abs=0.02)
+
+
+def test_features_that_are_no_numbers_are_refused():
+    x = torch.rand(50, 3)
+    x[7, 1] = torch.nan
+    with pytest.raises(RequestError, match="its weights are broken"):
+        l1.fit([x], torch.arange(50) < 20, STRENGTH, CPU)
 
 
 def test_newton_step_by_hand():

@@ -192,6 +192,14 @@ def test_loss_of_the_exported_models(make, tmp_path):
         torch.testing.assert_close(other(input_ids=row[None], labels=labels[None]).loss, loss, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("inside", ["checkpoints/latest", "__0_0.distcp"])
+def test_a_run_where_an_export_is_wanted_is_told_apart(tmp_path, inside):
+    (tmp_path / inside).parent.mkdir(exist_ok=True)
+    (tmp_path / inside).touch()
+    with pytest.raises(RequestError, match=f"bmoe export {tmp_path} --to DIR"):
+        load_pretrained(tmp_path)
+
+
 def test_unknown_architectures_and_folders_are_refused(make, tmp_path):
     with pytest.raises(RequestError, match="does not exist"):
         load_pretrained(tmp_path / "nothing")

@@ -115,6 +115,14 @@ def test_terminal_has_the_same_numbers(make_results, several):
     assert ("side by side" in text) == several and ("0.4000 (0.3700 to 0.4300)" in text) == several
 
 
+@pytest.mark.parametrize(("number", "words"), [(1, "of 1 sequence,"), (1200, "of 1,200 sequences,")])
+def test_terminal_counts_embedded_sequences(make_results, number, words):
+    console = Console(file=io.StringIO(), width=200, no_color=True)
+    found = make_results()
+    console.print(evaluation_tables(found | {"embeddings": found["embeddings"] | {"sequences": number}}))
+    assert f"embeddings {words}" in console.file.getvalue()
+
+
 def test_remarks_say_why_a_number_is_missing_or_a_sequence_was_cut(make_results):
     found = make_results()
     assert not any("nothing to rank" in remark or "window" in remark for remark in remarks.mutations(found["mutations"]))
