@@ -39,7 +39,7 @@ from bmoe.training.tracking import Trackers
 
 RECIPE, RECIPE_PARTIAL = "recipe.yaml", "recipe.partial"  # of a run; the second is left by a kill in the first moment
 RESUMABLE = ("training.steps", "logging.", "checkpoint.", "parallel.", "backend.", "data.path")  # may differ on --resume
-DATA = "data_sha256"  # of a checkpoint's meta.json
+DATA, LAYOUT = "data_sha256", "layout"  # of a checkpoint's meta.json
 BALANCE_SLOTS = 8192  # of the batches on which the routers of an upcycled model are balanced
 
 
@@ -133,9 +133,10 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     view = console.TrainingView(resolved.name, resolved.training.steps, progress.step, shown=world.rank == 0)
     with view, Trackers(resolved, folder, view, world.rank == 0, progress.step) as observer, signals_to(limits):
         if newest:
-            observer.note(f"resuming {folder} after step {progress.step:,}" + other_facts(newest, world))
+            observer.note(f"resuming {folder} after step {progress.step:,}" + other_facts(newest, resolved, world))
         mfu = utilisation(resolved, shards.alphabet.size, world.device, world.size)
-        trainer = Trainer(resolved, folder, shards, model, optimizer, world, progress, observer, validate, mfu, {DATA: shards.contents})
+        facts = {DATA: shards.contents, LAYOUT: layout(resolved)}
+        trainer = Trainer(resolved, folder, shards, model, optimizer, world, progress, observer, validate, mfu, facts)
         outcome = trainer.run(limits)
     if world.rank == 0:
         if latest:
@@ -227,11 +228,16 @@ def write_evaluation(folder: Path, held_out: perplexity.Perplexity, moe_layers: 
     (folder / "evaluation.json").write_text(json.dumps({"command": "train", "results": results}, indent=1) + "\n")
 
 
-def other_facts(newest: Path, world: World) -> str:
+def layout(recipe: Recipe) -> str:
+    """data_replicate x data_shard x expert of a resolved recipe: other sums of gradients, so other roundings."""
+    return f"{recipe.parallel.data_replicate} x {recipe.parallel.data_shard} x {recipe.parallel.expert}"
+
+
+def other_facts(newest: Path, recipe: Recipe, world: World) -> str:
     """What differs from the machine that wrote a checkpoint, as the end of a sentence; empty if the run goes on bit for bit."""
     meta = checkpoint.read_meta(newest)
-    facts = {**checkpoint.torch_facts(world.device), "world": world.size}
-    changed = [f"{k} {meta.get(k)} -> {v}" for k, v in facts.items() if meta.get(k) != v]
+    facts = {**checkpoint.torch_facts(world.device), "world": world.size, LAYOUT: layout(recipe)}
+    changed = [f"{k} {meta.get(k)} -> {v}" for k, v in facts.items() if meta.get(k, v) != v]
     return f"; with other {', '.join(changed)} it goes on equal to rounding, not bit for bit" if changed else ""
 
 

@@ -173,6 +173,7 @@ class Checkpoints:
         self.thread: threading.Thread | None = None
         self.locking: threading.Thread | None = None
         self.error: BaseException | None = None
+        self.bytes = 0  # of the whole checkpoint being written, all ranks together
         self.host: dict[str, Tensor] = {}
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None  # of the thread alone
 
@@ -201,6 +202,7 @@ class Checkpoints:
         """
         self.wait()
         staged = {name: self._stage(name, tensor) for name, tensor in tensors}
+        self.bytes = sum(t.numel() * t.element_size() for t in staged.values())  # a DTensor's numel is that of the whole
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         if self.background:
@@ -238,7 +240,15 @@ class Checkpoints:
             _raise_lost_peer(error)
             good = newest_whole(self.directory)
             kept = f"the last good checkpoint is {good}" if good else "there is no earlier checkpoint"
-            raise RunError(f"cannot write a checkpoint into {self.directory} ({_cause(error)}); {kept}") from error
+            raise RunError(f"cannot write a checkpoint into {self.directory} ({self._why(error)}); {kept}") from error
+
+    def _why(self, error: BaseException) -> str:
+        """The cause in one line. torch's writer hides the system's error when a disk is full (2.13: "unexpected pos 704 vs 598")."""
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(self.directory).free
+            if free < self.bytes:  # so it is before and after what was written has been removed
+                return f"the disk is full: a checkpoint takes {self.bytes / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free"
+        return _cause(error)
 
     def _stage(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of this rank's part in host memory, which the next save uses again."""

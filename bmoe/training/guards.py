@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 import zlib
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ def check_replicas(model: nn.Module, optimizer: AdamW, step: int, position: tupl
     """Compare what must be equal on several ranks, bit for bit: parameters that are whole on each, buffers, the copies of
     sharded parameters, the place in the data, and the data there (`data_checksum`). Called before each checkpoint: one pass
     over the weights is nothing beside writing them, and nothing that has drifted is saved. Collective. Raises RunError naming
-    the rank.
+    the rank whose weights most others do not have; of two, the second.
     """
     if world.size == 1:
         return
@@ -50,18 +50,28 @@ def check_replicas(model: nn.Module, optimizer: AdamW, step: int, position: tupl
     table = mine.new_zeros(world.size, mine.numel())
     table[world.rank] = mine
     ranks, copy = world.sum(table).tolist(), world.mesh.copy_group.size()
+    usual = _most([row[0] for row in ranks])
+    usual_parts = [_most([row[1] for row in ranks[twin::copy]]) for twin in range(copy)]  # ranks that hold the same parts
     for rank, row in enumerate(ranks):
-        twin = rank % copy  # the rank of the first replica that holds the same parts
+        twin = rank % copy
         if row[2:-1] != ranks[0][2:-1]:
             raise RunError(f"step {step}: rank {rank} is at another place in the data than rank 0; are all ranks reading the same shards?")
         if row[-1] != ranks[0][-1]:
             raise RunError(f"step {step}: rank {rank} reads another sequence at the same place than rank 0; are all shards copies of one?")
-        if row[0] != ranks[0][0] or row[1] != ranks[twin][1]:
-            other = 0 if row[0] != ranks[0][0] else twin
+        if row[0] != usual or row[1] != usual_parts[twin]:
+            same = [
+                seen[0] == usual if row[0] != usual else r % copy == twin and seen[1] == usual_parts[twin] for r, seen in enumerate(ranks)
+            ]
+            other = same.index(True)
             raise FaultError(
                 f"step {step}: the weights of rank {rank} have drifted from rank {other}'s, a fault of hardware or of a "
                 "library; this step is not saved, --resume goes on from the last checkpoint"
             )
+
+
+def _most(values: list[int]) -> int:
+    """The value that occurs most often, of equals the first."""
+    return Counter(values).most_common(1)[0][0]
 
 
 def save_batches(run: Path, step: int, batches: list[Batch], rank: int) -> Path:

@@ -24,6 +24,12 @@ def test_drift_of_a_replica_is_found(ranks, what, words):
         assert words in told
 
 
+@pytest.mark.parametrize("culprit, other", [(0, 1), (2, 0)])
+def test_of_several_copies_the_one_that_most_do_not_share_is_named(ranks, culprit, other):
+    for told in ranks(4).run("drift", layout=(4, 1, 1), what="whole", culprit=culprit):
+        assert f"weights of rank {culprit} have drifted from rank {other}'s" in told
+
+
 @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 2), (2, 1, 1)])
 def test_one_rank_that_is_not_finite_has_all_skip_the_step(ranks, layout):
     found = ranks(2).run("one_bad_rank", layout=layout)

@@ -2,6 +2,7 @@
 
 import hashlib
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,20 @@ def test_a_full_disk_is_said_and_the_last_good_one_stays(tmp_path, background):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
     assert load(newest(tmp_path))["model.weight"].unique().tolist() == [1.0]
+
+
+def test_a_full_disk_is_named_where_torch_hides_it(tmp_path, monkeypatch):
+    """torch's writer reports a short write as a wrong position; the disk's own numbers say what it was."""
+
+    def short(*arguments, **options):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    usage = shutil.disk_usage(tmp_path)
+    for free, words in ((2_000_000, "the disk is full: a checkpoint takes 4 MB, and 2 MB are free"), (10**9, "unexpected pos 704")):
+        monkeypatch.setattr(checkpoint.dcp, "save", short)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        with pytest.raises(RunError, match=words):
+            Checkpoints(tmp_path, 1, False).save(1, [("model.w", torch.zeros(1_000_000))], {})
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -1,11 +1,16 @@
 """A run that was stopped and resumed is the run that was not, bit for bit."""
 
 import importlib.util
+import json
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+
+from bmoe.jobs import train
+from bmoe.parallel.world import World
+from bmoe.training import checkpoint
 
 _spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
 runs = importlib.util.module_from_spec(_spec)
@@ -112,3 +117,13 @@ def test_a_jump_of_the_loss_is_told_and_the_run_goes_on(tmp_path, monkeypatch):
     watcher = runs.Watcher(after)
     outcome, _ = runs.train(tmp_path, runs.make_recipe(16, every=100), observer=watcher)
     assert outcome.finished and len(watcher.notes) == 2 and watcher.notes[0].startswith("step 15: the loss jumped to ")
+
+
+def test_what_makes_a_resume_equal_only_to_rounding_is_said(tmp_path):
+    """Another layout of the same ranks sums gradients in another order."""
+    recipe, world = runs.make_recipe(4, (2, 2, 1)), World(torch.device("cpu"), 0, 4)
+    known = {**checkpoint.torch_facts(world.device), "world": 4}
+    for meta, said in (({"layout": "2 x 2 x 1"}, ""), ({}, ""), ({"layout": "1 x 1 x 4"}, "layout 1 x 1 x 4 -> 2 x 2 x 1")):
+        (tmp_path / checkpoint.META).write_text(json.dumps({**known, **meta}))
+        told = train.other_facts(tmp_path, recipe, world)
+        assert said in told and bool(told) is bool(said)
