@@ -64,6 +64,8 @@ def _lacking(results: dict) -> RenderableType:
         lines.append("and its fused kernel would need besides:\n", style="bold yellow")
         for sentence in results["unmet_for_fused"]:
             lines.append(f"  - {sentence}\n", style="default")
+    if results["left_out"]:
+        lines.append(f"Left out, as no step of it runs here: {', '.join(results['left_out'])}.\n", style="default")
     numerics = "numerics below are emulated, " if results["emulated"].get("gradients") else ""
     lines.append(f"So nothing was measured in it: {numerics}speed and memory predicted.", style="dim")
     return lines
@@ -201,7 +203,7 @@ def _predicted(predicted: dict) -> RenderableType:
     table = titled("Predicted", "chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "error")
     for name, chip in predicted.items():
         known = chip["model_error"]
-        error = f"{known['median']:.0%} on {known['on']}" if known else "not known"
+        error = f"{known['median']:.0%} on one {known['on']}" if known else "not known"
         error = f"{chip['error']:+.0%} here" if "error" in chip else error
         table.add_row(
             name, str(chip["world"]), seconds(chip["step_s"]), number(chip["tokens_per_s"]), f"{chip['mfu']:.1%}",
@@ -226,7 +228,7 @@ def _known_error(known: dict | None, precision: str) -> str:
     if known is None:
         return f"error: not known; no time in {precision} as it would run here was held against this model."
     return (
-        f"error: {known['points']} times measured on {known['on']} in {known['precision']} differ from this model by "
+        f"error: {known['points']} times measured on one {known['on']} in {known['precision']} differ from this model by "
         f"{known['median']:.0%} in the median, by {known['worst']:+.0%} at worst ({known['where']})."
     )
 
@@ -242,6 +244,7 @@ def estimate(results: dict) -> RenderableType:
         memory.add_row(", ".join(gpus), *row)
     lines = []
     for name, chip in results["predicted"].items():
+        lines += _sent(name, chip["communication"])
         largest = chip["largest_tokens_per_batch"]
         at_most = f"fits {name}; the largest data.tokens_per_batch that does and divides training.tokens_per_step is {largest:,}"
         if other := chip["with_another_step"]:
@@ -252,6 +255,14 @@ def estimate(results: dict) -> RenderableType:
             lines.append(copies_fit(name, chip["copy_peak_gib"], results["world"]))
     speed = [_predicted(results["predicted"]), Text()] if results["predicted"] else []
     return Group(memory, Text(), *speed, Text("\n".join([*lines, *results["lacking"]])), notes(f"{results['label']}."))
+
+
+def _sent(gpu: str, sent: dict | None) -> list[str]:
+    """What a rank sends in a step, where there are several."""
+    if not sent:
+        return []
+    rows = f" and {sent['all_to_all_bytes'] / 1e9:,.3g} GB of experts' rows (all-to-all)" if sent["all_to_all_bytes"] else ""
+    return [f"each {gpu} sends {sent['parameter_bytes'] / 1e9:,.3g} GB of weights and gradients{rows} in a step"]
 
 
 def copies_fit(gpu: str, peak_gib: float, world: int) -> str:

@@ -240,9 +240,11 @@ def profile(
         "recipe": recipe.name, "device": here.device, "precision": kind, "data": source, "ceilings": ceiling,
         "step_s": None, "tokens_per_s": None, "mfu": None, "parts": {}, "memory": {}, "unmet_conditions": lacking,
         "unmet_for_fused": conditions.fused_unmet(here, recipe.model) if kind == "mxfp8" else [],
-        "emulated": {}, "predicted": {}, "ratios": {},
+        "emulated": {}, "predicted": {}, "ratios": {}, "left_out": [],
     }  # fmt: skip
     if lacking:
+        flags = {"--trace": trace, "--experts all": experts == "all", "--baseline": baseline}
+        results["left_out"] = [flag for flag, given in flags.items() if given]
         ceiling32 = ceiling if compute == torch.float32 else ceilings.measure(device, torch.float32)
         results["emulated"] = numerics.emulated(recipe, shards, device, ceiling32["matmul_tflops"])
         results["predicted"] = predictions(recipe, shards, here.device)

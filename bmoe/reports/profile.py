@@ -50,6 +50,8 @@ def _lacking(results: dict) -> str:
     rounding = "its rounding is emulated, " if results["emulated"].get("gradients") else ""
     kind, rest = results["precision"], f"{rounding}speed and memory are predicted."
     text = f"{kind} does not run on this machine, so nothing below was measured in it: {rest}"
+    if results["left_out"]:
+        text += f" Left out, as no step of it runs here: {', '.join(results['left_out'])}."
     fused = section("Its fused kernel would need besides", items(results["unmet_for_fused"]), level=3)
     return section(f"Why {results['precision']} does not run here", items(results["unmet_conditions"]), fused, text=text)
 
@@ -199,8 +201,8 @@ def _known_error(known: dict | None, precision: str) -> str:
     if known is None:
         return f"nothing, as no time in {precision} as it would run here was held against it."
     return (
-        f"{known['points']} times measured on {known['on']} in {known['precision']} differ from it by {_percent(known['median'])} in the "
-        f"median, by {known['worst']:+.0%} at worst ({known['where']})."
+        f"{known['points']} times measured on one {known['on']} in {known['precision']} differ from it by {_percent(known['median'])} in "
+        f"the median, by {known['worst']:+.0%} at worst ({known['where']})."
     )
 
 
@@ -208,7 +210,7 @@ def _predicted(results: dict) -> str:
     rows = []
     for name, chip in results["predicted"].items():
         known = chip["model_error"]
-        error = f"{_percent(known['median'])} on {known['on']}" if known else "not known"
+        error = f"{_percent(known['median'])} on one {known['on']}" if known else "not known"
         error = f"{chip['error']:+.0%} here" if "error" in chip else error
         worst = f"{chip['bottleneck']['part']}, {_percent(chip['bottleneck']['share'])}"
         rows.append([

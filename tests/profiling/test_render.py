@@ -7,6 +7,8 @@ import torch
 from rich.console import Console
 
 from bmoe.profiling import compare, estimate, profile, render
+from bmoe.profiling.estimate import expected_load
+from bmoe.profiling.synthetic import SyntheticShards
 
 
 def text(renderable, width=160) -> str:
@@ -27,8 +29,10 @@ def test_a_measured_profile(compared, width):
     assert "noise not known" in text(render.comparison(compare(once, compared)), width)
 
 
-def test_a_missing_precision(recipe_of, build):
-    shown = text(render.report(profile(recipe_of(), build, device=torch.device("cpu"), precision="mxfp8")))
+def test_a_missing_precision(recipe_of, build, tmp_path):
+    trace = tmp_path / "trace.json"
+    shown = text(render.report(profile(recipe_of(), build, device=torch.device("cpu"), precision="mxfp8", trace=str(trace))))
+    assert not trace.exists() and "Left out, as no step of it runs here: --trace." in shown
     for needed in ("does not run on this machine", "Chip: mxfp8", "emulated bit for bit", "predicted by a roofline", "b200",
                    "input gradient", "no Blackwell was at hand"):  # fmt: skip
         assert needed in shown
@@ -52,10 +56,22 @@ def test_memory_is_that_of_the_chips_predicted_below(recipe_of):
         assert name in table and render.number(chip["memory"]["peak"]) in table
 
 
+@pytest.mark.parametrize("world, expert", [(1, 1), (4, 1), (4, 4)])
+def test_bytes_between_ranks_are_said(recipe_of, world, expert):
+    """By hand: 2 layers, 2 batches, each token to 2 experts, of which 3/4 are elsewhere; 64 bf16 values and a weight in fp32 there
+    and back, forward and backward."""
+    recipe = recipe_of(parallel={"expert": expert}, precision={"kind": "bf16"}, training={"tokens_per_step": 512 * world})
+    shown = text(render.estimate(estimate(recipe, world, "h200")))
+    assert ("each h200 sends" in shown) is (world > 1) and ("all-to-all" in shown) is (expert > 1)
+    if expert > 1:
+        rows = 2 * expected_load(recipe, SyntheticShards(recipe)).real
+        assert f"and {2 * 2 * rows * 0.75 * (4 * 64 * 2 + 2 * 4) / 1e9:,.3g} GB of experts' rows" in shown
+
+
 def test_what_was_never_measured_has_no_error(recipe_of):
     for section, known in (({"kind": "fp32"}, False), ({"kind": "mxfp8", "emulate": True}, False), ({"kind": "bf16"}, True)):
         shown = text(render.estimate(estimate(recipe_of(precision=section), chip="h200")))
-        assert ("error: not known" in shown) is not known and ("on h200 " in shown) is known
+        assert ("error: not known" in shown) is not known and ("on one h200 " in shown) is known
 
 
 def test_a_chip_without_the_precision_is_said(recipe_of):

@@ -71,7 +71,7 @@ def results(**more) -> dict:
     sizes = {"weights": 2.0, "gradients": 2.0, "optimizer": 10.0, "activations": 6.0, "workspace": 1.0, "peak": 19.0}
     return {
         "recipe": "a <b> & c", "device": "NVIDIA H200", "precision": "bf16", "data": "synthetic", "unmet_conditions": [],
-        "unmet_for_fused": [],
+        "unmet_for_fused": [], "left_out": [],
         "ceilings": {"matmul_tflops": 780.0, "copy_gb_per_s": 4300.0, "what": "a product; a copy"}, "step_s": 0.07, "step_s_low": 0.069,
         "step_s_high": 0.072, "batches_per_step": 2, "residues_per_s": 4e5, "tokens_per_s": 4.1e5, "mfu": 0.4, "peak_flops": 989e12,
         "mfu_of_measured_ceiling": 0.51, "mfu_formula": "a formula", "parts": parts, "parts_label": "seconds of one batch",
@@ -95,7 +95,7 @@ def test_a_measured_profile(tmp_path):
     assert heads == ["First bottleneck", "Where a step goes", "Roofline", "Memory", "On other chips, predicted"]
     for needed in ("Experts gemm 1, 50% of a step", "precision.kind", "a &lt;b&gt; &amp; c", "964", "84%", "idle 11 ms", "+8% here",
                    "by 5% in the median", "-26% at worst (a layer)",
-                   "a data sheet", "low_gemm: 0.4500 (a guess)", "9 times measured on h200 in bf16", "Untested on Blackwell",
+                   "a data sheet", "low_gemm: 0.4500 (a guess)", "9 times measured on one h200 in bf16", "Untested on Blackwell",
                    "kernel&lt;float&gt;", "before k2", "6 of 24 layers", "of the published peak, 989 TFLOP/s"):  # fmt: skip
         assert needed in text, needed
 
@@ -118,11 +118,23 @@ def test_a_precision_that_does_not_run(tmp_path):
         "label": "emulated bit for bit",
     }  # fmt: skip
     lacking = results(
-        step_s=None, unmet_conditions=["Chip: this is no Blackwell."], unmet_for_fused=["Switch: not set."], emulated=emulated
+        step_s=None,
+        unmet_conditions=["Chip: this is no Blackwell."],
+        unmet_for_fused=["Switch: not set."],
+        emulated=emulated,
+        left_out=["--trace"],
     )
     text, heads = read(write_profile_report(lacking, tmp_path / "p.html"))
     assert heads == ["Why bf16 does not run here", "Its fused kernel would need besides", "Rounding, emulated", "On other chips, predicted"]
-    for needed in ("Chip: this is no Blackwell.", "Switch: not set.", "3.70% (0.20%)", "6.00%", "-0.0040", "not measured"):
+    for needed in (
+        "Chip: this is no Blackwell.",
+        "Switch: not set.",
+        "3.70% (0.20%)",
+        "6.00%",
+        "-0.0040",
+        "not measured",
+        "runs here: --trace.",
+    ):
         assert needed in text
 
 
