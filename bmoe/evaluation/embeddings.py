@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError, RunError
 from bmoe.evaluation.files import read_fasta
-from bmoe.evaluation.forward import batch_slots, hidden_states, packed, wrap
+from bmoe.evaluation.forward import batch_slots, check_numbers, hidden_states, packed, wrap
 from bmoe.recipe import Recipe
 
 MODES = ("residue", "mean")
@@ -67,6 +67,7 @@ def embed(
     tensors = {}
     for name, (state_nD,) in zip(names, states(model, sequences, batch_slots(recipe, device), device, [layer]), strict=True):
         tensors[name] = (state_nD.mean(dim=0) if mode == "mean" else state_nD).cpu().contiguous().clone()
+        check_numbers(tensors[name], "embeddings")
     try:
         save_file(tensors, out, {"model": recipe.name, "alphabet": letters.name, "mode": mode, "layer": str(layer)})
     except (OSError, SafetensorError) as error:

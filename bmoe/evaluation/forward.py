@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bmoe.data.alphabet import Alphabet
+from bmoe.errors import RequestError
 from bmoe.model.counts import forward_flops
 from bmoe.model.layers import wide
 from bmoe.recipe import Recipe
@@ -95,6 +96,12 @@ def _inputs(
         "cu_seqlens": bounds_S1.int(), "max_seqlen": int(sizes_S.max()), "real_tokens": total,
     }  # fmt: skip
     return inputs, bounds, rest
+
+
+def check_numbers(values: Tensor | np.ndarray, what: str) -> None:
+    """RequestError if a value, of what a model gave, is no finite number; `what` is it called."""
+    if not bool(torch.isfinite(torch.as_tensor(values)).all()):
+        raise RequestError(f"the model gives {what} that are no numbers: its weights are broken; name an earlier checkpoint of the run")
 
 
 def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:

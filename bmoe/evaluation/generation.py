@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
-from bmoe.evaluation.forward import Request, batch_slots, log_probabilities
+from bmoe.evaluation.forward import Request, batch_slots, check_numbers, log_probabilities
 from bmoe.recipe import Recipe
 
 
@@ -168,7 +168,9 @@ def _sample(
     running_N = torch.ones(samples, dtype=torch.bool)
     logits_NV = next(stream)
     for step in range(longest - start.size):
-        tokens_N = torch.multinomial(chances(logits_NV.cpu(), banned_V, temperature, top_k), 1, generator=generator)[:, 0]
+        logits_NV = logits_NV.cpu()
+        check_numbers(logits_NV, "logits")
+        tokens_N = torch.multinomial(chances(logits_NV, banned_V, temperature, top_k), 1, generator=generator)[:, 0]
         columns.append(tokens_N)
         running_N &= tokens_N != letters.eos_id
         if not running_N.any() or step + 1 == longest - start.size:

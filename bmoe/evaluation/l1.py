@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmoe.errors import RequestError
+from bmoe.evaluation.forward import check_numbers
 
 PIECE = 65_536  # rows taken to float64 at a time
 STEPS, SWEEPS = 100, 1000
@@ -35,8 +35,7 @@ def fit(features: list[Tensor], positive_P: Tensor, strength: float, device: tor
     for step in range(STEPS):
         wrong_P = torch.sigmoid(-sign_P * margin_P)
         g_A = _gradient(pieces, -strength * sign_P * wrong_P)
-        if not np.isfinite(g_A).all():
-            raise RequestError("the model gives attention that is no number: its weights are broken; name an earlier checkpoint of the run")
+        check_numbers(g_A, "features")
         violation_A = np.where(w_A != 0, np.abs(g_A + np.sign(w_A)), np.maximum(np.abs(g_A) - 1, 0))
         first = violation_A.max() if step == 0 else first
         if violation_A.max() <= TOLERANCE * first:

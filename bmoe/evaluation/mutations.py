@@ -25,7 +25,7 @@ from torch import nn
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError, RunError
 from bmoe.evaluation.files import read_fasta
-from bmoe.evaluation.forward import Request, batch_slots, log_probabilities, wrap
+from bmoe.evaluation.forward import Request, batch_slots, check_numbers, log_probabilities, wrap
 from bmoe.evaluation.statistics import auc, bootstrap, resampled_spearman, spearman
 from bmoe.evaluation.variants import Sites, Variants, read_variants
 from bmoe.recipe import Recipe
@@ -75,6 +75,8 @@ def evaluate(
     variants = read_variants(table, "".join(x if len(x) == 1 else "?" for x in map(letters.symbols.__getitem__, ids)), column)
     _check_letters(variants, letters, table)
     scores = {method: score(model, recipe, letters, ids, variants.sites, method, device) for method in methods}
+    for score_N in scores.values():
+        check_numbers(score_N, "scores")
     if scores_file is not None:
         _write(scores_file, variants, scores)
     results = {method: _agreement(values, variants) for method, values in scores.items()}

@@ -18,7 +18,7 @@ from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import labels as labelling
 from bmoe.evaluation.embeddings import states
-from bmoe.evaluation.forward import batch_slots, wrap
+from bmoe.evaluation.forward import batch_slots, check_numbers, wrap
 from bmoe.evaluation.statistics import bootstrap
 from bmoe.recipe import Recipe
 
@@ -97,8 +97,9 @@ def _probe(layers: list[Tensor], letter: np.ndarray, owner: np.ndarray, rows: di
 def fit(x_nD: Tensor, target_n: Tensor, classes: int, decay: float = DECAY):
     """Multinomial logistic regression on standardised features: mean cross entropy + decay / 2 |W|^2, by L-BFGS in fp32.
 
-    Returns a function from features [m, D] to predicted classes, int64 [m].
+    Returns a function from features [m, D] to predicted classes, int64 [m]. RequestError for features that are no numbers.
     """
+    check_numbers(x_nD, "states")
     mean_D, scale_D = x_nD.mean(dim=0), x_nD.std(dim=0).clamp(min=1e-6)
     z_nD = (x_nD - mean_D) / scale_D
     weight_CD = torch.zeros(classes, x_nD.shape[1], device=x_nD.device, requires_grad=True)

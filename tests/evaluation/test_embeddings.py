@@ -71,3 +71,12 @@ def test_requests_that_cannot_be_met(setting):
         embed(">x\nMK\n", layer=9)
     with pytest.raises(RequestError, match="residue or mean"):
         embed(">x\nMK\n", mode="max")
+
+
+def test_a_model_of_no_numbers_writes_nothing(setting):
+    model, recipe, letters, folder = setting
+    with torch.no_grad():
+        model.embedding.fill_(torch.nan)
+    with pytest.raises(RequestError, match="embeddings that are no numbers"):
+        embeddings.embed(model, recipe, letters, folder / "x.fasta", folder / "n.safetensors", CPU)
+    assert not (folder / "n.safetensors").exists()

@@ -94,6 +94,15 @@ def test_requests_that_cannot_be_met(make_recipe, make_model, proteins):
         generation.evaluate(make_model(encoder), encoder, letters, device=CPU, samples=1)
 
 
+def test_a_model_of_no_numbers_is_refused(make_recipe, make_model, proteins):
+    recipe = make_recipe("decoder")
+    model = make_model(recipe)
+    with torch.no_grad():
+        model.embedding.fill_(torch.nan)
+    with pytest.raises(RequestError, match="logits that are no numbers"):
+        generation.evaluate(model, recipe, proteins.alphabet, device=CPU, samples=1)
+
+
 def test_the_coldest_draw_is_the_likeliest_letter():
     found = generation.chances(torch.tensor([[1.0, 3.0, 2.0, 9.0]]), torch.tensor([False, False, False, True]), 1e-300, None)
     assert found.tolist() == [[0, 1, 0, 0]]

@@ -1,5 +1,6 @@
 """Scores of variants against their definitions, written out one forward pass at a time."""
 
+import copy
 import csv
 import itertools
 
@@ -144,6 +145,19 @@ def test_evaluate_reads_a_table_and_writes_scores(setting, tmp_path):
     (tmp_path / "wt.fasta").write_text(f">wt\n{WILD}\n>other\nMKV\n")
     with pytest.raises(RequestError, match="wt.fasta has 2 records.*leave that one alone"):
         evaluate()
+
+
+def test_a_model_of_no_numbers_ranks_nothing(setting, tmp_path):
+    """Equal ranks would make an AUC of 0.5."""
+    model, recipe, letters = setting
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.embedding.fill_(torch.nan)
+    (tmp_path / "wt.fasta").write_text(f">wt\n{WILD}\n")
+    (tmp_path / "scan.csv").write_text("mutant,y\nM1A,1\nK2A,2\nT3A,0\n")
+    with pytest.raises(RequestError, match="scores that are no numbers"):
+        mutations.evaluate(model, recipe, letters, tmp_path / "scan.csv", tmp_path / "wt.fasta", None, CPU, scores_file=tmp_path / "s.csv")
+    assert not (tmp_path / "s.csv").exists()
 
 
 @pytest.mark.parametrize("setting", ["encoder"], indirect=True)

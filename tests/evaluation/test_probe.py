@@ -53,6 +53,11 @@ def test_classifier_equals_scikit_learn():
     assert (ours == theirs.predict(z)).mean() > 0.995
 
 
+def test_states_that_are_no_numbers_are_refused():
+    with pytest.raises(RequestError, match="states that are no numbers"):
+        probe.fit(torch.full((20, 3), torch.nan), torch.arange(20) % 2, 2)
+
+
 @pytest.fixture
 def table(tmp_path, make_proteins):
     """Labels that follow from the residue: H for the first half of the alphabet, E for some, coil for the rest."""
