@@ -61,7 +61,7 @@ def start(recipe: Recipe, request: Request) -> int:
         raise RequestError("--gpus and --device cpu exclude each other; leave one out")
     device, line = choose_device(request.device, request.gpus)
     if request.report:
-        raise RequestError("--report draws the profile of one GPU; with ranks use --json")
+        raise RequestError("--report draws the profile of one device; with ranks use --json")
     recipe = overridden(recipe, request)
     baseline.wanted(request.baseline, request.forms, request.routing, device)
     if request.layouts and request.baseline:
