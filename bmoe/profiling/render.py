@@ -185,7 +185,8 @@ def baseline_table(results: dict) -> RenderableType:
         if run["step_s"] is None:
             table.add_row(name, "-", "", "-", "", "", run["label"])
             continue
-        ratio, spread = results["ratios"].get(name), f"{seconds(run['step_s_low'])} to {seconds(run['step_s_high'])}"
+        ratio, several = results["ratios"].get(name), run["step_s_low"] < run["step_s_high"]
+        spread = f"{seconds(run['step_s_low'])} to {seconds(run['step_s_high'])}" if several else "one pass"
         last = (f"{run['fill']:.0%}", number(run["peak_memory_gib"]), f"{ratio:.2f} x" if ratio else "")
         table.add_row(name, seconds(run["step_s"]), spread, number(run["residues_per_s"]), *last)
     absent = not any("compiled" in name for name in results["baseline"])

@@ -106,3 +106,12 @@ def test_a_comparison_without_the_strongest_baseline_says_so():
     on_gpu = {"baseline": dict.fromkeys([*names, "hf-grouped-compiled padded natural"], row), "ratios": {}}
     assert "was not measured here" in text(render.baseline_table(on_cpu))
     assert "was not measured here" not in text(render.baseline_table(on_gpu))
+
+
+def test_the_spread_of_one_pass_is_not_one():
+    row = {"step_s": 0.1, "fill": 1.0, "residues_per_s": 1e4, "peak_memory_gib": 1.0}
+    for low, high, said in ((0.1, 0.1, "one pass"), (0.09, 0.12, "90 ms to 120 ms")):
+        shown = text(
+            render.baseline_table({"baseline": {"hf-loop padded natural": row | {"step_s_low": low, "step_s_high": high}}, "ratios": {}})
+        )
+        assert said in shown
