@@ -120,7 +120,7 @@ def evaluate(
     the samples with theirs. RequestError for an encoder or a prompt that does not fit.
     """
     if recipe.objective.kind != "clm":
-        raise RequestError("only decoders generate; this model is an encoder")
+        raise RequestError("only decoders generate, and this model is an encoder: leave --generate out")
     if samples < 1 or not 0 < temperature < float("inf"):
         raise RequestError("--generate needs at least one sample, and --temperature a finite number above 0")
     if top_k is not None and top_k < 1:

@@ -36,7 +36,7 @@ def evaluate(
     `budget`: token slots of all forward passes; at least one sequence is done. RequestError for a decoder.
     """
     if recipe.objective.kind != "mlm":
-        raise RequestError("pseudo-perplexity is of encoders; a decoder has its perplexity")
+        raise RequestError("pseudo-perplexity is of encoders, and a decoder has its perplexity: leave --pseudo out")
     asked, residues = [], []
 
     def requests() -> Iterator[Request]:

@@ -42,7 +42,7 @@ def evaluate(
     a dense model.
     """
     if not model.moe_layers:
-        raise RequestError("this model is dense: it has no experts to look at")
+        raise RequestError("this model is dense and has no experts to look at: leave --routing out")
     crops, letters = validation_crops(shards, recipe, budget), shards.alphabet
     cuts = [pack(shards, crops.cut(i, i + 1), size, VALIDATION_SEED) for i, size in enumerate(crops.slots.tolist())]
     chosen_LTK = _route(model, (cut.tokens_T for cut in cuts), recipe, device)

@@ -56,7 +56,7 @@ def _perplexity(found: dict) -> Group:
     if found.get("pseudo"):
         pseudo = found["pseudo"]
         rows.append(["one residue at a time", with_interval(pseudo["pseudo_perplexity"], pseudo["low"], pseudo["high"]), None, None, None])
-    title = f"perplexity, {number(found['sequences'])} sequences, {number(found['targets'])} targets"
+    title = f"perplexity, {counted(found['sequences'], 'sequence')}, {counted(found['targets'], 'target')}"
     parts = [_table(title, ["scheme", "perplexity", "baseline", "bigram", "perplexity / baseline"], rows)]
     for name, groups in (("residues", found["by_length"]), (found.get("by_field", ""), found.get("by_group", []))):
         rows = [
@@ -78,7 +78,7 @@ def _mutations(found: dict) -> Group:
         [name.replace("_", " "), with_interval(m["spearman"], m["spearman_low"], m["spearman_high"]), m["auc"]]
         for name, m in {**found["methods"], **({BLOSUM: found["blosum62"]} if "blosum62" in found else {})}.items()
     ]  # fmt: skip
-    table = _table(f"mutations, {number(found['n'])} variants against {found['column']}", ["score", "Spearman", "AUC"], rows)
+    table = _table(f"mutations, {counted(found['n'], 'variant')} against {found['column']}", ["score", "Spearman", "AUC"], rows)
     return _remarked(table, remarks.mutations(found))
 
 

@@ -93,7 +93,7 @@ def test_routing_by_residue_alone_has_the_entropy_of_the_choice(routed):
 
 def test_dense_models_have_nothing_to_show(make_recipe, make_model, proteins):
     recipe = make_recipe(moe=None)
-    with pytest.raises(RequestError, match="dense"):
+    with pytest.raises(RequestError, match="dense.*leave --routing out"):
         specialisation.evaluate(make_model(recipe), proteins, recipe, device=CPU)
 
 

@@ -115,12 +115,15 @@ def test_terminal_has_the_same_numbers(make_results, several):
     assert ("side by side" in text) == several and ("0.4000 (0.3700 to 0.4300)" in text) == several
 
 
-@pytest.mark.parametrize(("number", "words"), [(1, "of 1 sequence,"), (1200, "of 1,200 sequences,")])
-def test_terminal_counts_embedded_sequences(make_results, number, words):
+@pytest.mark.parametrize(("number", "amount", "ending"), [(1, "1", ""), (1200, "1,200", "s")])
+def test_terminal_counts_one_and_many(make_results, number, amount, ending):
     console = Console(file=io.StringIO(), width=200, no_color=True)
-    found = make_results()
-    console.print(evaluation_tables(found | {"embeddings": found["embeddings"] | {"sequences": number}}))
-    assert f"embeddings {words}" in console.file.getvalue()
+    found = make_results() | {"sequences": number, "targets": number}
+    found |= {"embeddings": found["embeddings"] | {"sequences": number}, "mutations": found["mutations"] | {"n": number}}
+    console.print(evaluation_tables(found))
+    shown = console.file.getvalue()
+    for words in ("perplexity, {} sequence{}, {} target{}\n", "embeddings of {} sequence{},", "mutations, {} variant{} against"):
+        assert words.format(*[amount, ending] * 2) in "\n".join(line.rstrip() for line in shown.splitlines())
 
 
 def test_remarks_say_why_a_number_is_missing_or_a_sequence_was_cut(make_results):
