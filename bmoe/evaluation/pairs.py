@@ -37,6 +37,8 @@ def _contacts(here: dict, there: dict) -> dict[str, float] | None:
         return None
     gain_C = np.array([a["long_p_at_l"] - b["long_p_at_l"] for a, b in zip(chains, others, strict=True)])
     family_C, known = np.array([c["family"] for c in chains]), np.isfinite(gain_C)
+    if not known.any():  # no chain has pairs that far apart
+        return None
     sums = np.bincount(family_C[known], gain_C[known])
     return _ratio_of_sums(sums, np.bincount(family_C[known], minlength=sums.size))
 

@@ -55,3 +55,8 @@ def test_other_data_is_not_compared():
     here = {"mutations": scan(1, 1, effects), "contacts": chains(1, 1, 1, 1), "probe": {"per_sequence": [[1, 2]]}}
     there = {"mutations": scan(1, 1, effects[:10]), "probe": {"per_sequence": [[1, 3]]}}
     assert differences(here, there) == {} and differences({}, here) == {}
+
+
+def test_chains_without_long_pairs_are_not_compared():
+    found = {"contacts": {"per_chain": [{"chain": name, "family": 1, "long_p_at_l": float("nan")} for name in "ab"]}}
+    assert differences(found, found) == {}
