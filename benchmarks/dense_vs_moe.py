@@ -275,7 +275,7 @@ def row(out: Path, run: Contestant, moe: Contestant) -> dict:
         found |= {k: v for k, v in results.items() if k.startswith(("perplexity", "baseline", "ratio", "bigram"))}
         found |= {"valid_sequences": results.get("sequences"), "targets": results.get("targets"), "pseudo": results.get("pseudo")}
         if scan := results.get("mutations"):
-            found["mutations"] = {k: v for k, v in scan.items() if k not in ("points", "dropped")}
+            found["mutations"] = {k: v for k, v in scan.items() if k not in ("points", "dropped", "group")}
         if probe := results.get("probe"):
             found["probe"] = {k: v for k, v in probe.items() if k != "per_sequence"}
         if contacts := results.get("contacts"):

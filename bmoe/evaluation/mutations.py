@@ -79,17 +79,19 @@ def evaluate(
         check_numbers(score_N, "scores")
     if scores_file is not None:
         _write(scores_file, variants, scores)
-    results = {method: _agreement(values, variants) for method, values in scores.items()}
+    group_N = _groups(variants)
+    results = {method: _agreement(values, variants, group_N) for method, values in scores.items()}
     main = results[methods[0]]
-    baseline = {"blosum62": _agreement(blosum(variants.sites), variants)} if letters.name == "protein" else {}
+    baseline = {"blosum62": _agreement(blosum(variants.sites), variants, group_N)} if letters.name == "protein" else {}
     return {
         "spearman": main["spearman"], "spearman_low": main["spearman_low"], "spearman_high": main["spearman_high"],
         "n": len(variants.names), "auc": main["auc"], "method": methods[0], "methods": results, **baseline,
         "wildtype": header.split(None, 1)[0] if header else "", "wildtype_length": int(ids.size), "column": variants.column,
         "positive": variants.positive_name, "offset": variants.offset, "dropped": variants.dropped,
         "longer_than_trained": bool(ids.size + 2 > recipe.data.max_length),
-        "multiple": sum(len(s) > 1 for s in variants.sites),
+        "multiple": sum(len(s) > 1 for s in variants.sites), "repeated": group_N.size - len(set(group_N.tolist())),
         "points": [[float(a), float(b)] for a, b in zip(variants.effect, scores[methods[0]], strict=True)],
+        "group": group_N.tolist(),
     }  # fmt: skip
 
 
@@ -109,8 +111,14 @@ def _check_letters(variants: Variants, letters: Alphabet, table: str | Path) -> 
                 raise RequestError(f"{table}: {name} changes to {new}, which the alphabet {letters.name} does not have")
 
 
-def _agreement(score_N: np.ndarray, variants: Variants) -> dict:
-    low, high = bootstrap(score_N.size, resampled_spearman(score_N, variants.effect))
+def _groups(variants: Variants) -> np.ndarray:
+    """Which rows measure one variant, int64 [n] from 0: the unit that intervals resample."""
+    return np.unique([str(sorted(sites)) for sites in variants.sites], return_inverse=True)[1]
+
+
+def _agreement(score_N: np.ndarray, variants: Variants, group_N: np.ndarray) -> dict:
+    ours = resampled_spearman(score_N, variants.effect)
+    low, high = bootstrap(int(group_N.max()) + 1, lambda drawn_RG: ours(drawn_RG[:, group_N]))
     rho, area = spearman(score_N, variants.effect), auc(score_N, variants.positive)
     return {"spearman": rho, "spearman_low": low, "spearman_high": high, "auc": area}
 

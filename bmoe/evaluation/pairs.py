@@ -26,9 +26,14 @@ def _mutations(here: dict, there: dict) -> dict[str, float] | None:
     a_N2, b_N2 = np.array(here["points"], float), np.array(there["points"], float)
     if a_N2.shape != b_N2.shape or not np.array_equal(a_N2[:, 0], b_N2[:, 0]):
         return None
-
+    group_N = np.array(here["group"])
     ours, theirs = resampled_spearman(*a_N2.T), resampled_spearman(*b_N2.T)
-    return _with_interval(lambda drawn_RN: ours(drawn_RN) - theirs(drawn_RN), len(a_N2))
+
+    def gain(drawn_RG: np.ndarray) -> np.ndarray:
+        drawn_RN = drawn_RG[:, group_N]
+        return ours(drawn_RN) - theirs(drawn_RN)
+
+    return _with_interval(gain, int(group_N.max()) + 1)
 
 
 def _contacts(here: dict, there: dict) -> dict[str, float] | None:

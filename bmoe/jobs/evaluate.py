@@ -55,6 +55,8 @@ def load_model(path: str, device: torch.device, data: str | None = None) -> tupl
     letters = alphabet(recipe.data.alphabet, shard_folder(recipe))
     model = setup.build_model(recipe, letters, device)
     checkpoint.load(found, state.model_tensors(model))
+    if broken := next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None):
+        raise RequestError(f"{found}: {broken} has values that are no numbers; name an earlier checkpoint of the run")
     return model.eval(), recipe, letters
 
 
@@ -114,7 +116,8 @@ class Wanted(NamedTuple):
 def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, device: torch.device) -> tuple[list[dict], Recipe]:
     """The results of each run, and the recipe of the last. Runs on the same targets are compared with the first, in pairs."""
     wanted.check()
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
+    found = [Path(path).resolve() for path in paths]
+    if twice := next((path for path, at in zip(paths, found, strict=True) if found.count(at) > 1), None):
         raise RequestError(f"{twice} is named twice: a model is compared with others; leave one out")
     check_target("--scores", wanted.scores)
     check_target("--out", wanted.out)

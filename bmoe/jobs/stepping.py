@@ -13,7 +13,7 @@ from bmoe.training.step import Stepper
 def step_of(subject: Subject, world: World) -> Take:
     """take(batches of this rank, lr) -> (loss, this rank's part; global norm): the step that training takes. Collective."""
     stepper = Stepper(subject.recipe, subject.model, subject.optimizer, world.device)
-    stay_gathered = shard.fits_gathered(subject.model, subject.recipe, world.device)
+    stay_gathered = shard.fits_gathered(subject.model, subject.recipe, world)
     moe = subject.recipe.model.moe
     jitter_key = 0 if moe and moe.jitter else None
 

@@ -86,14 +86,15 @@ def _materialise(module: nn.Module, prefix: str, device: torch.device, initial: 
             setattr(module.get_submodule(owner), leaf, torch.empty_like(buffer, device=device))
 
 
-def fits_gathered(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
-    """Whether a rank may keep its units' gathered weights and unreduced gradients (fp32) for a whole optimizer step: they
-    take at most a quarter of a GPU, or 2 GiB of host memory. The same on every rank of equal machines."""
+def fits_gathered(model: nn.Module, recipe: Recipe, world: World) -> bool:
+    """Whether ranks may keep their units' gathered weights and unreduced gradients (fp32) for a whole optimizer step: they
+    take at most a quarter of the smallest GPU, or 2 GiB of host memory. Collective: ranks that differed would wait for ever."""
     weight = 4 if recipe.precision.kind == "fp32" else 2
     gathered = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))  # numel of a DTensor is that of the whole
     needed = gathered * (weight + 4)
+    device = world.device
     memory = torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 2**31
-    return needed <= memory
+    return not world.max(torch.tensor(float(needed > memory), device=device))
 
 
 def begin_batch(model: nn.Module, number: int, batches: int) -> None:

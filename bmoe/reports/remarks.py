@@ -5,7 +5,9 @@ from bmoe.reports.page import number
 
 def mutations(found: dict) -> list[str]:
     """What of the table was left out or counted otherwise, and why a correlation may be missing."""
-    remarks = [f"{number(count)} rows dropped: {reason}." for reason, count in found["dropped"].items()]
+    remarks = [f"{number(count)} row{'s' * (count != 1)} dropped: {reason}." for reason, count in found["dropped"].items()]
+    if found.get("repeated"):
+        remarks.append(f"Rows that measure a variant again: {number(found['repeated'])}; the intervals are over variants.")
     if found["offset"]:
         remarks.append(f"Numbers in the table count {found['offset']} further than the wild type given.")
     if found["multiple"]:

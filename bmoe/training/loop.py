@@ -77,7 +77,7 @@ class Trainer:
         self.valid_loss: float | None = None  # of the step, if it was validated
         self.spikes = Spikes()
         self.stepper = Stepper(recipe, model, optimizer, world.device)
-        self.stay_gathered = shard.fits_gathered(model, recipe, world.device)
+        self.stay_gathered = shard.fits_gathered(model, recipe, world)
 
     def run(self, limits: Limits) -> Outcome:
         """Train until `training.steps` or a limit; the state is saved whole in any case."""

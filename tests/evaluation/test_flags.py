@@ -150,8 +150,17 @@ def test_everything_at_once_has_the_keys_of_the_contract(run, shards):
 
 
 def test_a_model_named_twice_is_refused_before_it_is_read():
-    with pytest.raises(RequestError, match="nowhere is named twice"):
-        evaluate_runs(["nowhere", "elsewhere", "nowhere"], Wanted(), data=None, split="valid", device=torch.device("cpu"))
+    with pytest.raises(RequestError, match="nowhere/ is named twice"):
+        evaluate_runs(["./nowhere/", "elsewhere", "nowhere"], Wanted(), data=None, split="valid", device=torch.device("cpu"))
+
+
+def test_a_checkpoint_of_no_numbers_is_refused(run, capsys):
+    model, folder = run("encoder"), Path("encoder")
+    with torch.no_grad():
+        model.embedding[3, 1] = torch.inf
+    Checkpoints(folder, keep=1, background=False).save(2, model_tensors(model).items(), {"step": 2})
+    assert cli.run(["eval", "encoder", "--device", "cpu"]) == 2
+    assert "step-0000000002: embedding has values that are no numbers; name an earlier checkpoint of the run" in capsys.readouterr().err
 
 
 def test_a_split_is_hashed_once_for_all_models(run, shards, monkeypatch):

@@ -160,6 +160,23 @@ def test_a_model_of_no_numbers_ranks_nothing(setting, tmp_path):
     assert not (tmp_path / "s.csv").exists()
 
 
+def test_variants_measured_again_do_not_narrow_the_interval(setting, tmp_path):
+    """Sites in another order are the same variant."""
+    model, recipe, letters = setting
+    (tmp_path / "wt.fasta").write_text(f">wt\n{WILD}\n")
+    rows = [f"{WILD[0]}1C:{WILD[1]}2C,0.3", *(f"{WILD[i]}{i + 1}C,{i % 3}.{i}" for i in range(2, 8))]
+    other = f"{WILD[1]}2C:{WILD[0]}1C,0.3"
+
+    def found(table):
+        (tmp_path / "scan.csv").write_text("\n".join(["mutant,y", *table, ""]))
+        return mutations.evaluate(model, recipe, letters, tmp_path / "scan.csv", tmp_path / "wt.fasta", None, CPU)
+
+    once, twice = found(rows), found(rows + [other] + rows[1:])
+    assert (once["repeated"], twice["repeated"]) == (0, 7)
+    for key in ("spearman", "spearman_low", "spearman_high"):
+        assert twice[key] == pytest.approx(once[key], abs=1e-9)
+
+
 @pytest.mark.parametrize("setting", ["encoder"], indirect=True)
 def test_an_unknown_letter_of_the_wild_type_is_one_residue(setting, tmp_path):
     """J is no letter of the alphabet: the numbers behind it stay those of the sequence."""

@@ -9,7 +9,7 @@ from bmoe.evaluation.statistics import bootstrap, resampled_spearman
 
 def scan(noise: float, seed: int, effects: np.ndarray) -> dict:
     scores = effects + noise * np.random.default_rng(seed).normal(size=effects.size)
-    return {"points": np.stack([effects, scores], axis=1).tolist()}
+    return {"points": np.stack([effects, scores], axis=1).tolist(), "group": list(range(effects.size))}
 
 
 def test_spearman_of_the_same_variants():
@@ -27,11 +27,19 @@ def test_a_common_error_cancels():
     effects = np.random.default_rng(0).normal(size=300)
     first = scan(1.0, 1, effects)
     points = np.array(first["points"])
-    second = {"points": np.stack([effects, points[:, 1] + 0.05 * np.random.default_rng(2).normal(size=300)], axis=1).tolist()}
+    second = first | {"points": np.stack([effects, points[:, 1] + 0.05 * np.random.default_rng(2).normal(size=300)], axis=1).tolist()}
     found = differences({"mutations": second}, {"mutations": first})["mutations"]
 
     low, high = bootstrap(300, resampled_spearman(*points.T))
     assert found["high"] - found["low"] < 0.2 * (high - low)
+
+
+def test_a_table_given_twice_says_no_more():
+    effects = np.random.default_rng(0).normal(size=60)
+    good, bad = scan(0.5, 1, effects), scan(3.0, 2, effects)
+    twice = [{key: values * 2 for key, values in found.items()} for found in (good, bad)]
+    once, again = [differences({"mutations": a}, {"mutations": b})["mutations"] for a, b in ((good, bad), twice)]
+    assert again == pytest.approx(once, abs=1e-9)
 
 
 def chains(*values: float) -> dict:

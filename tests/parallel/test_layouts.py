@@ -6,6 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+
+from bmoe import recipe as recipes
+from bmoe.parallel import shard
+from bmoe.parallel.world import World
 
 _spec = importlib.util.spec_from_file_location("cases", Path(__file__).parent / "cases.py")
 cases = importlib.util.module_from_spec(_spec)
@@ -154,3 +159,14 @@ def test_a_model_that_never_was_whole_has_the_values_of_one_process(ranks, layou
         assert got.keys() == want.keys()
         for name in want:
             assert np.array_equal(got[name], want[name]), name
+
+
+def test_weights_stay_gathered_only_where_all_ranks_have_room():
+    """Ranks that decided by their own memory would wait for each other for ever."""
+
+    class Smaller(World):
+        def max(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.fill_(1.0)  # another rank has no room
+
+    model, recipe, cpu = torch.nn.Linear(2, 2), recipes.validate({}), torch.device("cpu")
+    assert shard.fits_gathered(model, recipe, World(cpu)) and not shard.fits_gathered(model, recipe, Smaller(cpu))

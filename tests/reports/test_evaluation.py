@@ -130,6 +130,7 @@ def test_remarks_say_why_a_number_is_missing_or_a_sequence_was_cut(make_results)
     found = make_results()
     assert not any("nothing to rank" in remark or "window" in remark for remark in remarks.mutations(found["mutations"]))
     same = found["mutations"] | {"points": [[1.0, 0.1], [1.0, 0.2]], "longer_than_trained": True, "offset": 0, "dropped": {}, "multiple": 0}
+    assert remarks.mutations(same | {"repeated": 1})[0] == "Rows that measure a variant again: 1; the intervals are over variants."
     assert [remark.split(":")[0] for remark in remarks.mutations(same)] == [
         "All measured effects are equal", "The wild type is longer than the model was trained for",
     ]  # fmt: skip
