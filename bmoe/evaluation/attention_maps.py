@@ -17,12 +17,13 @@ from bmoe.model.attention import attention
 from bmoe.model.layers import Layout, wide
 
 HELD = {"cuda": 2**28, "cpu": 2**24}  # bytes of maps formed at a time, of several sequences: few launches, what a cache holds
+FORMED = 2**30  # bytes of one sequence's maps above which they are formed some layers at a time
 PADDED = 1.25  # of the shortest sequence's length is the longest that it is put together with
 
 
 class Maps(NamedTuple):
     """Maps of some sequences: softmax(q k^T / sqrt(d)), at least fp32 [A, C, n, n], rows are queries. Beyond a sequence's tokens, keys
-    have 0, and queries have no meaning."""
+    have 0, and queries have no meaning. Of a long sequence some layers' only, and the next layers' in the next."""
 
     numbers: list[int]  # which sequences
     sizes: list[int]  # their tokens
@@ -45,8 +46,11 @@ def attention_maps(model: nn.Module, sequences: list[np.ndarray], slots: int, de
         sizes_S, A = np.diff(batch.bounds), q_LTHd.shape[0] * q_LTHd.shape[2]
         for first, last in _alike(sizes_S, HELD[device.type] // (4 * A)):
             begins_C, sizes_C = batch.bounds[first:last], sizes_S[first:last]
-            values_ACnn = _probabilities(q_LTHd, k_LTHd, begins_C, sizes_C, model.blocks[0].attention.causal)
-            yield Maps(order[done + first : done + last], sizes_C.tolist(), values_ACnn)
+            of_a_layer = 4 * q_LTHd.shape[2] * sizes_C.size * int(sizes_C.max()) ** 2
+            some = max(FORMED // of_a_layer, 1)
+            for q_lTHd, k_lTHd in zip(q_LTHd.split(some), k_LTHd.split(some), strict=True):
+                values_ACnn = _probabilities(q_lTHd, k_lTHd, begins_C, sizes_C, model.blocks[0].attention.causal)
+                yield Maps(order[done + first : done + last], sizes_C.tolist(), values_ACnn)
         done += sizes_S.size
 
 

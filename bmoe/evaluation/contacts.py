@@ -73,13 +73,13 @@ def pair_features(
     heads = sum(block.attention.heads for block in model.blocks)
     fits = 4 * heads * sum(chosen[0].size for chosen in pairs) <= FITTING
     home = device if fits else torch.device("cpu")
-    found: list[Tensor] = [torch.empty(0)] * len(chains)
+    found: list[list[Tensor]] = [[] for _ in chains]
     for maps in attention_maps(model, tokens, slots, device):
         wanted = [pairs[number][:2] for number in maps.numbers]
         parts = features_at(maps, wanted).to(home).split([i.size for i, _ in wanted], dim=1)
         for number, part_AP in zip(maps.numbers, parts, strict=True):
-            found[number] = part_AP.T
-    return found
+            found[number].append(part_AP)
+    return [torch.cat(parts).T if len(parts) > 1 else parts[0].T for parts in found]
 
 
 def features_at(maps: Maps, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Tensor:

@@ -67,6 +67,18 @@ def test_maps_of_a_decoder_look_back_only_and_group_their_heads(make_recipe, mak
     assert torch.allclose(maps[:, 0, :20, :20], maps[:, 1, :20, :20], atol=1e-6)  # what comes later changes nothing
 
 
+def test_layers_of_a_long_chain_may_come_one_after_the_other(folder, make_recipe, make_model, monkeypatch):
+    model, letters = make_model(make_recipe("encoder")).eval(), alphabet("protein")
+    chains = contacts.read_chains(folder)
+    pairs = [contacts.known_pairs(chain) for chain in chains]
+    together = contacts.pair_features(model, letters, chains, pairs, 1024, CPU)
+    monkeypatch.setattr("bmoe.evaluation.attention_maps.FORMED", 1)
+    seen = [maps.values_ACnn.shape[0] for maps in attention_maps(model, [wrap(letters, letters.encode(b"MKV" * 9))], 1024, CPU)]
+    assert seen == [model.blocks[0].attention.heads] * len(model.blocks)
+    for alone, whole in zip(contacts.pair_features(model, letters, chains, pairs, 1024, CPU), together, strict=True):
+        assert alone.shape == whole.shape and torch.allclose(alone, whole, atol=1e-7)
+
+
 def test_precision_against_a_naive_loop():
     generator = np.random.default_rng(0)
     n = 60
