@@ -101,7 +101,7 @@ def _inputs(
 def check_numbers(values: Tensor | np.ndarray, what: str) -> None:
     """RequestError if a value, of what a model gave, is no finite number; `what` is it called."""
     if not bool(torch.isfinite(torch.as_tensor(values)).all()):
-        raise RequestError(f"the model gives {what} that are no numbers: its weights are broken; name an earlier checkpoint of the run")
+        raise RequestError(f"the model gives {what} that are no numbers; name an earlier checkpoint of the run")
 
 
 def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:

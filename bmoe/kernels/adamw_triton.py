@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bmoe.kernels.adamw import Tensors
-from bmoe.kernels.sizes import power_of_2
+from bmoe.kernels.sizes import next_power_of_2
 
 BLOCK = 4096
 """Elements of a tile of the sum of squares."""
@@ -280,7 +280,7 @@ class Fused:
                 _TYPES[group.gradient], BLOCK, CHUNK, num_warps=8,
             )  # fmt: skip
         _adamw_total_kernel[(1,)](
-            self.partials_GP, squares_2, len(self.groups), self.sharded_groups, PROGRAMS, power_of_2(PROGRAMS), num_warps=4
+            self.partials_GP, squares_2, len(self.groups), self.sharded_groups, PROGRAMS, next_power_of_2(PROGRAMS), num_warps=4
         )
         return squares_2
 

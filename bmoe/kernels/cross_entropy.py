@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmoe.kernels.sizes import power_of_2, tiles
+from bmoe.kernels.sizes import cdiv, next_power_of_2
 from bmoe.kernels.sums import sum_parts
 
 WIDEST = 1024
@@ -54,7 +54,7 @@ def _entropy_backward_kernel(logits_MV, targets_M, dloss, dlogits_MV, rows, V: t
 
 def _tile(vocabulary: int) -> tuple[int, int]:
     """(columns, rows) of a tile."""
-    columns = power_of_2(vocabulary)
+    columns = next_power_of_2(vocabulary)
     return columns, max(1, 2048 // columns)
 
 
@@ -64,7 +64,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits_MV, targets_M = logits_MV.contiguous(), targets_M.contiguous()
         M, V = logits_MV.shape
         columns, rows = _tile(V)
-        programs = tiles(M, rows)
+        programs = cdiv(M, rows)
         loss_P = torch.empty(programs, dtype=torch.float32, device=logits_MV.device)
         if M:
             _entropy_kernel[(programs,)](logits_MV, targets_M, loss_P, M, V, columns, rows, num_warps=4)
@@ -78,7 +78,7 @@ class _CrossEntropy(torch.autograd.Function):
         columns, rows = _tile(V)
         dlogits_MV = torch.empty_like(logits_MV)
         if M:
-            _entropy_backward_kernel[(tiles(M, rows),)](
+            _entropy_backward_kernel[(cdiv(M, rows),)](
                 logits_MV, targets_M, dloss, dlogits_MV, M, V, columns, rows, num_warps=4
             )  # fmt: skip
         return dlogits_MV, None

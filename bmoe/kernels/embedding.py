@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bmoe.kernels.rows import row_tile
-from bmoe.kernels.sizes import power_of_2, tiles
+from bmoe.kernels.sizes import cdiv, next_power_of_2
 from bmoe.kernels.sums import sum_parts
 
 LARGEST = 128
@@ -75,7 +75,7 @@ class _Embed(torch.autograd.Function):
         x_TD = table_VD.new_empty(T, D)
         if T:
             rows, columns = row_tile(D)
-            _embed_kernel[(tiles(T, rows), tiles(D, columns))](tokens_T, table_VD, scale_T, x_TD, T, D, rows, columns)
+            _embed_kernel[(cdiv(T, rows), cdiv(D, columns))](tokens_T, table_VD, scale_T, x_TD, T, D, rows, columns)
         ctx.save_for_backward(tokens_T, scale_T)
         ctx.table = table_VD.shape, table_VD.dtype
         return x_TD
@@ -85,12 +85,12 @@ class _Embed(torch.autograd.Function):
         tokens_T, scale_T = ctx.saved_tensors
         (V, D), dtype = ctx.table
         T = tokens_T.numel()
-        splits = max(1, min(SPLITS, tiles(T, TOKENS)))
-        tokens_of_split = tiles(tiles(T, splits), TOKENS) * TOKENS
+        splits = max(1, min(SPLITS, cdiv(T, TOKENS)))
+        tokens_of_split = cdiv(cdiv(T, splits), TOKENS) * TOKENS
         parts_SVD = dx_TD.new_empty(splits, V, D, dtype=torch.float32)
         block_d = 128 if D >= 128 else 64
-        _embed_backward_kernel[(splits, tiles(D, block_d))](
-            tokens_T, scale_T, dx_TD.contiguous(), parts_SVD, T, tokens_of_split, V, max(power_of_2(V), 16), D,
+        _embed_backward_kernel[(splits, cdiv(D, block_d))](
+            tokens_T, scale_T, dx_TD.contiguous(), parts_SVD, T, tokens_of_split, V, max(next_power_of_2(V), 16), D,
             TOKENS, block_d, num_warps=4, num_stages=3,
         )  # fmt: skip
         return None, sum_parts(parts_SVD, dtype), None

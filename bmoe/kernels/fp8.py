@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bmoe.kernels.fused_gemm import dswiglu_reference
-from bmoe.kernels.sizes import power_of_2, tiles
+from bmoe.kernels.sizes import cdiv, next_power_of_2
 
 LARGEST = 448.0
 """The largest finite E4M3 number."""
@@ -114,14 +114,14 @@ def quantize_rows(
     q_RC, scale_R = torch.empty_like(x_RC, dtype=E4M3), torch.empty(rows, dtype=torch.float32, device=x_RC.device)
     if x_RC.numel() == 0:
         return q_RC, scale_R
-    columns = power_of_2(C)
+    columns = next_power_of_2(C)
     block = max(1, 4096 // columns)
     experts = 0 if bounds_E1 is None else bounds_E1.numel() - 1
     none = scale_R
-    _rows_kernel[(tiles(rows, block),)](
+    _rows_kernel[(cdiv(rows, block),)](
         x_RC, q_RC, scale_R, none if factor_E is None else factor_E, none if weight_R is None else weight_R,
         none if bounds_E1 is None else bounds_E1, rows, C, columns, block, experts,
-        power_of_2(max(experts, 1)), weight_R is not None, num_warps=4 if columns <= 8192 else 8,
+        next_power_of_2(max(experts, 1)), weight_R is not None, num_warps=4 if columns <= 8192 else 8,
     )  # fmt: skip
     return q_RC, scale_R
 
@@ -184,12 +184,12 @@ def dswiglu_quantize(
     rows, width = da_NF.shape
     dh_NI, dh8_NI, aw_NF = torch.empty_like(h_NI), torch.empty_like(h_NI, dtype=E4M3), torch.empty_like(da_NF)
     dh_scale_N, dweight_N = torch.empty_like(weight_of_row_N), torch.empty_like(weight_of_row_N)
-    columns, experts = power_of_2(width), factor_E.numel()
+    columns, experts = next_power_of_2(width), factor_E.numel()
     block = max(1, 2048 // columns)
     if rows:
-        _dswiglu_kernel[(tiles(rows, block),)](
+        _dswiglu_kernel[(cdiv(rows, block),)](
             da_NF, h_NI, scale_N, weight_of_row_N, bounds_E1, factor_E, dh_NI, dh8_NI, dh_scale_N, aw_NF, dweight_N,
-            width, columns, block, experts, power_of_2(experts), num_warps=8,
+            width, columns, block, experts, next_power_of_2(experts), num_warps=8,
             **({"maxnreg": 128} if columns > 4096 else {}),  # two programs a multiprocessor, not one
         )  # fmt: skip
     return dh_NI, dh8_NI, dh_scale_N, aw_NF, dweight_N
@@ -211,8 +211,8 @@ def row_scales(scale_T: Tensor, token_of_row_N: Tensor, factor_E: Tensor, bounds
     scale_N = torch.empty(token_of_row_N.numel(), dtype=torch.float32, device=scale_T.device)
     experts, block = factor_E.numel(), 256
     if scale_N.numel():
-        _row_scales_kernel[(tiles(scale_N.numel(), block),)](
-            scale_T, token_of_row_N, factor_E, bounds_E1, scale_N, experts, power_of_2(experts), block, num_warps=4
+        _row_scales_kernel[(cdiv(scale_N.numel(), block),)](
+            scale_T, token_of_row_N, factor_E, bounds_E1, scale_N, experts, next_power_of_2(experts), block, num_warps=4
         )
     return scale_N
 
@@ -266,13 +266,13 @@ def quantize_weight(w_EOI: Tensor, interleave: bool = False, out: tuple[Tensor, 
         raise TypeError(f"weights are quantised from bf16, and these are {w_EOI.dtype}")
     E, outputs, inputs = w_EOI.shape
     w_EOI = w_EOI.contiguous()
-    parts = max(1, min(128, power_of_2(1024 // E)))
+    parts = max(1, min(128, next_power_of_2(1024 // E)))
     amax_EP = torch.empty(E, parts, dtype=torch.float32, device=w_EOI.device)
     if out is None:
         scale_E = torch.empty(E, dtype=torch.float32, device=w_EOI.device)
         out = (torch.empty_like(w_EOI, dtype=E4M3), w_EOI.new_empty(E, inputs, outputs, dtype=E4M3), scale_E)
     _amax_kernel[(E, parts)](w_EOI, amax_EP, outputs * inputs, parts, 8192, num_warps=8)
-    grid = (tiles(inputs, 128), tiles(outputs, 128), E)
+    grid = (cdiv(inputs, 128), cdiv(outputs, 128), E)
     _weight_kernel[grid](w_EOI, amax_EP, *out, outputs, inputs, parts, interleave, 128, num_warps=8)
     return out
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bmoe.kernels.operators import operator
-from bmoe.kernels.sizes import power_of_2, tiles
+from bmoe.kernels.sizes import cdiv, next_power_of_2
 from bmoe.kernels.sums import sum_parts
 
 ELEMENTS = 4096
@@ -94,7 +94,7 @@ def _norm_backward_kernel(
 
 def _tile(width: int, elements: int) -> tuple[int, int]:
     """(rows, columns) of a tile."""
-    columns = power_of_2(width)
+    columns = next_power_of_2(width)
     return max(1, elements // columns), columns
 
 
@@ -105,7 +105,7 @@ def _forward(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) ->
     h_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(T, dtype=torch.float32)
     if T:
         rows, columns = _tile(D, ELEMENTS)
-        _norm_kernel[(tiles(T, rows),)](
+        _norm_kernel[(cdiv(T, rows),)](
             x_TD, x_TD if y_TD is None else y_TD, weight_D, s_TD, h_TD, r_T, T, eps, y_TD is not None, D, columns, rows, num_warps=8
         )
     return s_TD, h_TD, r_T
@@ -116,7 +116,7 @@ def _backward(ds_TD: Tensor | None, dh_TD: Tensor, s_TD: Tensor, weight_D: Tenso
     dh_TD = dh_TD.contiguous()
     T, D = s_TD.shape
     rows, columns = _tile(D, BACKWARD_ELEMENTS)
-    programs = max(1, min(PROGRAMS, tiles(T, rows)))
+    programs = max(1, min(PROGRAMS, cdiv(T, rows)))
     dx_TD, dw_PD = torch.empty_like(s_TD), s_TD.new_empty(programs, D, dtype=torch.float32)
     _norm_backward_kernel[(programs,)](
         dh_TD if ds_TD is None else ds_TD.contiguous(), dh_TD, s_TD, weight_D, r_T, dx_TD, dw_PD, T, programs,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmoe.kernels.sizes import power_of_2, tiles
+from bmoe.kernels.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -75,10 +75,10 @@ def _turn(source, target, cleared_THd, cu_seqlens, cos_Th, sin_Th, heads: int, t
     if tokens == 0:
         return
     half = d // 2
-    half_p2 = power_of_2(half)
-    head_block = min(power_of_2(heads), max(1, 512 // half_p2))
+    half_p2 = next_power_of_2(half)
+    head_block = min(next_power_of_2(heads), max(1, 512 // half_p2))
     token_block = max(1, 2048 // (half_p2 * head_block))
-    _turn_kernel[(tiles(tokens, token_block), tiles(heads, head_block))](
+    _turn_kernel[(cdiv(tokens, token_block), cdiv(heads, head_block))](
         source, target, cleared_THd, cu_seqlens[-1:], cos_Th, sin_Th, tokens, heads, turned, queries, source.stride(0), target.stride(0),
         HALF=half, HALF_P2=half_p2, TOKENS=token_block, HEADS=head_block, BACK=back, num_warps=4,
     )  # fmt: skip

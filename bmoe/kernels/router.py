@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bmoe.kernels.operators import operator
-from bmoe.kernels.sizes import power_of_2, tiles
+from bmoe.kernels.sizes import cdiv, next_power_of_2
 from bmoe.kernels.sums import sum_parts
 
 TOKENS = 64
@@ -285,7 +285,7 @@ def _route_weight_kernel(
 
 
 def _sizes(experts: int) -> int:
-    return max(power_of_2(experts), 16)
+    return max(next_power_of_2(experts), 16)
 
 
 def _warps(experts_p2: int) -> int:
@@ -311,14 +311,14 @@ def router_forward(
     experts_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=x_TD.device)
     weights_TK, logits_TE, counts_E = new(tokens, top_k), new(tokens, experts), new(experts)
     balance, z = new(()), new(())
-    blocks = tiles(tokens, TOKENS)
+    blocks = cdiv(tokens, TOKENS)
     experts_p2 = _sizes(experts)
     counts_BE = torch.empty(blocks, experts_p2, dtype=torch.int32, device=x_TD.device)
     shares_BE, z_B = new(blocks, experts_p2), new(blocks)
     if blocks:
         _route_kernel[(blocks,)](
             x_TD.contiguous(), weight_ED, bias_E, real_tokens, logits_TE, experts_TK, weights_TK, counts_BE, shares_BE,
-            z_B, tokens, width, experts, experts_p2, top_k, power_of_2(top_k), sigmoid, normalize, TOKENS,
+            z_B, tokens, width, experts, experts_p2, top_k, next_power_of_2(top_k), sigmoid, normalize, TOKENS,
             64, num_warps=_warps(experts_p2), num_stages=4,
         )  # fmt: skip
     chunk = max(4096 // experts_p2, 1)
@@ -355,21 +355,21 @@ def router_backward(
     if tokens == 0:
         return dx_TD, torch.zeros_like(weight_ED)
     dlogits_TE = torch.empty_like(logits_TE)
-    blocks = tiles(tokens, TOKENS)
+    blocks = cdiv(tokens, TOKENS)
     block_t = max(min(2048 // experts_p2, TOKENS), 8)  # more would not fit into registers
-    _route_backward_kernel[(tiles(tokens, block_t),)](
+    _route_backward_kernel[(cdiv(tokens, block_t),)](
         logits_TE, experts_TK, dweights_TK.contiguous(), counts_E, dbalance, dz, real_tokens, dlogits_TE, tokens,
         experts, experts_p2, experts_TK.shape[1], sigmoid, normalize, block_t,
         num_warps=_warps(experts_p2),
     )  # fmt: skip
     block_d = 128 if width >= 128 else 64
-    _route_input_kernel[(blocks, tiles(width, block_d))](
+    _route_input_kernel[(blocks, cdiv(width, block_d))](
         dlogits_TE, weight_ED, dthrough_TD, dx_TD, tokens, through, width, experts, experts_p2, TOKENS, block_d, num_warps=4
     )
     splits = min(blocks, 32)
-    tokens_of_split = tiles(tiles(tokens, splits), TOKENS) * TOKENS
+    tokens_of_split = cdiv(cdiv(tokens, splits), TOKENS) * TOKENS
     partial_SED = weight_ED.new_empty(splits, experts, width)
-    _route_weight_kernel[(splits, tiles(width, block_d))](
+    _route_weight_kernel[(splits, cdiv(width, block_d))](
         dlogits_TE, x_TD, partial_SED, tokens, tokens_of_split, width, experts, experts_p2, TOKENS, block_d,
         num_warps=4, num_stages=3,
     )  # fmt: skip

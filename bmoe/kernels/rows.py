@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmoe.kernels.sizes import power_of_2, tiles
+from bmoe.kernels.sizes import cdiv, next_power_of_2
 
 FEW_COUNTS = 2048
 """Counters that every program of the sort adds up by itself, rather than in a launch of their own."""
@@ -52,7 +52,7 @@ def row_tile(width: int, elements: int = 2048, widest: int = 1024) -> tuple[int,
     """
     columns = min(width & -width, widest)
     if columns < 64:
-        columns = min(power_of_2(width), widest)
+        columns = min(next_power_of_2(width), widest)
     return max(elements // columns, 1), columns
 
 
@@ -141,13 +141,13 @@ def sort_slots(experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
         ids_N.new_empty(n, dtype=torch.float32),
         ids_N.new_empty(experts + 1, dtype=torch.int32),
     )
-    experts_p2 = power_of_2(experts)
-    block = min(max(8192 // experts_p2, 16), 1024, max(power_of_2(n), 16))
-    blocks = tiles(n, block)
+    experts_p2 = next_power_of_2(experts)
+    block = min(max(8192 // experts_p2, 16), 1024, max(next_power_of_2(n), 16))
+    blocks = cdiv(n, block)
     counts_BE = torch.empty(blocks, experts_p2, dtype=torch.int32, device=ids_N.device)
     totals_E = torch.empty(experts_p2, dtype=torch.int32, device=ids_N.device)
     _count_kernel[(blocks,)](ids_N, counts_BE, n, experts_p2, block, num_warps=4)
-    chunk = power_of_2(blocks)
+    chunk = next_power_of_2(blocks)
     few = chunk * experts_p2 <= FEW_COUNTS
     if not few:
         _scan_kernel[(experts_p2,)](counts_BE, totals_E, blocks, experts_p2, min(chunk, 1024), num_warps=4)
@@ -229,7 +229,7 @@ def spread(x_TD: Tensor, row_of_slot_N: Tensor, k: int, rows: int | None = None)
     rows_ND = x_TD.new_empty(tokens * k, width) if rows is None else x_TD.new_zeros(rows, width)
     if tokens and width:
         tile_rows, columns = row_tile(width)
-        grid = (tiles(tokens, tile_rows), tiles(width, columns))
+        grid = (cdiv(tokens, tile_rows), cdiv(width, columns))
         _spread_kernel[grid](x_TD.contiguous(), rows_ND, row_of_slot_N, tokens, width, k, tile_rows, columns, num_warps=4)
     return rows_ND
 
@@ -241,7 +241,7 @@ def combine(rows_ND: Tensor, row_of_slot_N: Tensor, k: int, weights_TK: Tensor |
     y_TD = rows_ND.new_empty(tokens, width)
     if y_TD.numel():
         rows, columns = row_tile(width, elements=1024)
-        grid = (tiles(tokens, rows), tiles(width, columns))
+        grid = (cdiv(tokens, rows), cdiv(width, columns))
         weights_N = rows_ND if weights_TK is None else weights_TK.reshape(-1)
         _combine_kernel[grid](
             rows_ND, y_TD, row_of_slot_N, weights_N, tokens, width, k, weights_TK is not None, rows, columns,
@@ -254,7 +254,7 @@ def to_slots(values_N: Tensor, row_of_slot_N: Tensor) -> Tensor:
     """One fp32 number per row brought to slot order; 0 for slots without an expert."""
     slots_N = torch.empty_like(values_N)
     if slots_N.numel():
-        _to_slots_kernel[(tiles(slots_N.numel(), 1024),)](values_N, slots_N, row_of_slot_N, slots_N.numel(), 1024)
+        _to_slots_kernel[(cdiv(slots_N.numel(), 1024),)](values_N, slots_N, row_of_slot_N, slots_N.numel(), 1024)
     return slots_N
 
 

@@ -2,11 +2,11 @@
 long: two microseconds, four hundred times a step."""
 
 
-def tiles(length: int, size: int) -> int:
-    """How many tiles of `size` cover `length`."""
+def cdiv(length: int, size: int) -> int:
+    """Division rounded up: how many tiles of `size` cover `length`."""
     return -(-length // size)
 
 
-def power_of_2(length: int) -> int:
+def next_power_of_2(length: int) -> int:
     """The least power of 2 that is not below `length`; 1 for none."""
     return 1 << max(length - 1, 0).bit_length()

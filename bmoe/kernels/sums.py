@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmoe.kernels.sizes import power_of_2, tiles
+from bmoe.kernels.sizes import cdiv, next_power_of_2
 
 COLUMNS = 32
 """Of one program: 128 bytes of a row."""
@@ -30,6 +30,6 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the first dimension of contiguous fp32 `parts`, rounded once to `dtype`."""
     total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if total.numel():
-        rows = min(power_of_2(max(parts.shape[0], 1)), 128)
-        _sum_parts_kernel[(tiles(total.numel(), COLUMNS),)](parts, total, parts.shape[0], total.numel(), rows, COLUMNS, num_warps=4)
+        rows = min(next_power_of_2(max(parts.shape[0], 1)), 128)
+        _sum_parts_kernel[(cdiv(total.numel(), COLUMNS),)](parts, total, parts.shape[0], total.numel(), rows, COLUMNS, num_warps=4)
     return total

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bmoe.kernels.rows import row_tile
-from bmoe.kernels.sizes import tiles
+from bmoe.kernels.sizes import cdiv
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def swiglu(h_NC: Tensor, weight_of_row_N: Tensor, bounds_E1: Tensor) -> Tensor:
     a_NF = h_NC.new_empty(rows_n, width)
     if a_NF.numel():
         rows, columns = row_tile(width, widest=512)
-        grid = (tiles(rows_n, rows), tiles(width, columns))
+        grid = (cdiv(rows_n, rows), cdiv(width, columns))
         _forward_kernel[grid](h_NC, a_NF, weight_of_row_N, bounds_E1[-1:], width, rows, columns, num_warps=4)
     return a_NF
 
@@ -96,7 +96,7 @@ def swiglu_backward(h_NC: Tensor, da_NF: Tensor, weight_of_row_N: Tensor, bounds
     dweight_of_row_N = torch.empty_like(weight_of_row_N)
     if da_NF.numel():
         rows, columns = row_tile(width, elements=1024, widest=512)
-        _backward_kernel[(tiles(rows_n, rows),)](
+        _backward_kernel[(cdiv(rows_n, rows),)](
             h_NC, da_NF, dh_NC, weight_of_row_N, dweight_of_row_N, bounds_E1[-1:], width, rows, columns, num_warps=4
         )
     return dh_NC, dweight_of_row_N

@@ -39,9 +39,10 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
     """Chip -> predicted step and memory, for every chip (or `only`) whose hardware has the precision.
 
     An emulated precision runs everywhere: its products at the speed of bf16, its rounding passes not counted, which the label says.
-    `model_error` is None there and in fp32: no such time was held against the model.
+    `model_error` is None there and in fp32: no such time was held against the model; `model_error_label` says it in words.
     """
     load, vocabulary, found = expected_load(recipe, shards), shards.alphabet.size, {}
+    known = None if recipe.precision.emulate else validation.known_error(recipe.precision.kind)
     for chip in [chips.find(only)] if only else chips.CHIPS.values():
         if lacks(recipe, chip):
             continue
@@ -55,7 +56,8 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
             "fits": fit.fits(sizes["peak"], chip),
             "speedup_over_bf16": bf16 / result["step_s"],
             "this_machine": chips.of_device(device_name) is chip,
-            "model_error": None if recipe.precision.emulate else validation.known_error(recipe.precision.kind),
+            "model_error": known,
+            "model_error_label": validation.in_words(known, recipe.precision.kind),
             "bottleneck": bottleneck(_whole(result), result["batches_per_step"]),
         }
     return found

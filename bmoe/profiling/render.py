@@ -211,7 +211,7 @@ def _predicted(predicted: dict) -> RenderableType:
             number(chip["memory"]["peak"]), "yes" if chip["fits"] else "no", f"{chip['speedup_over_bf16']:.2f} x", error,
         )  # fmt: skip
     first = next(iter(predicted.values()))
-    used, known = first["assumptions"], first["model_error"]
+    used = first["assumptions"]
     shown = ("gemm", "grouped", "row_gemm", "low_gemm", "attention_flash", "attention_varlen", "memory", "idle")
     fractions = ", ".join(f"{key} {used[key]:g}" for key in shown)
     label = f"{first['label']}: shares of published peaks {fractions}; {used['kernel_s'] * 1e6:g} us a kernel."
@@ -219,18 +219,9 @@ def _predicted(predicted: dict) -> RenderableType:
         table,
         notes(
             label,
-            _known_error(known, first["precision"]),
+            f"error: {first['model_error_label']}.",
             f"Guessed: {', '.join(used['guessed'])}. Untested on Blackwell: no Blackwell was at hand.",
         ),
-    )
-
-
-def _known_error(known: dict | None, precision: str) -> str:
-    if known is None:
-        return f"error: not known; no time in {precision} as it would run here was held against this model."
-    return (
-        f"error: {known['points']} times measured on one {known['on']} in {known['precision']} differ from this model by "
-        f"{known['median']:.0%} in the median, by {known['worst']:+.0%} at worst ({known['where']})."
     )
 
 

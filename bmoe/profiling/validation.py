@@ -163,6 +163,16 @@ def gains() -> dict[Point, tuple[float, float]]:
     return {low: (one.seconds / low.seconds, one.predicted() / low.predicted()) for one, low in pairs}
 
 
+def in_words(known: dict | None, precision: str) -> str:
+    """A `known_error` of predictions in `precision` as a sentence without its end."""
+    if known is None:
+        return f"not known; no time in {precision} as it would run here was held against this model"
+    return (
+        f"{known['points']} times measured on one {known['on']} in {known['precision']} differ from this model by "
+        f"{known['median']:.0%} in the median, by {known['worst']:+.0%} at worst ({known['where']})"
+    )
+
+
 @functools.cache
 def known_error(kind: str) -> dict | None:
     """{points, on, precision, median, worst, where}: absolute relative errors of the model on the chip where it was held against

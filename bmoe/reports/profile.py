@@ -197,15 +197,6 @@ def _baseline(results: dict) -> str:
     return section("Beside Hugging Face", table(head, rows), text="One batch a step, the same batches; name the baseline beside a ratio.")
 
 
-def _known_error(known: dict | None, precision: str) -> str:
-    if known is None:
-        return f"nothing, as no time in {precision} as it would run here was held against it."
-    return (
-        f"{known['points']} times measured on one {known['on']} in {known['precision']} differ from it by {_percent(known['median'])} in "
-        f"the median, by {known['worst']:+.0%} at worst ({known['where']})."
-    )
-
-
 def _predicted(results: dict) -> str:
     rows = []
     for name, chip in results["predicted"].items():
@@ -218,15 +209,14 @@ def _predicted(results: dict) -> str:
             chip["fits"], chip["speedup_over_bf16"], worst, error,
         ])  # fmt: skip
     first = next(iter(results["predicted"].values()))
-    used, known = first["assumptions"], first["model_error"]
+    used = first["assumptions"]
     assumed = "\n".join(
         f"{key}: {number(value)}{' (a guess)' if key in used['guessed'] else ''}" for key, value in used.items() if key != "guessed"
     )
     head = ["chip", "GPUs", "step", "tokens/s", "MFU", "peak GiB", "fits", "over bf16", "first bottleneck", "error"]
     text = (
         f"{first['label'].capitalize()}. Each part takes the longer of its arithmetic and its memory traffic at a share of the chip's "
-        f"published peaks, plus its launches. Error: here, against the step measured above; elsewhere what is known of the model: "
-        + _known_error(known, results["precision"])
-        + f" Guessed: {', '.join(used['guessed'])}. Untested on Blackwell: none was at hand."
+        f"published peaks, plus its launches. Error: here, against the step measured above; elsewhere "
+        f"{first['model_error_label']}. Guessed: {', '.join(used['guessed'])}. Untested on Blackwell: none was at hand."
     )
     return section("On other chips, predicted", table(head, rows), details(f"Assumptions, for {first['chip']}", assumed), text=text)

@@ -59,7 +59,7 @@ def test_nothing_to_learn_gives_the_constant_alone():
 def test_features_that_are_no_numbers_are_refused():
     x = torch.rand(50, 3)
     x[7, 1] = torch.nan
-    with pytest.raises(RequestError, match="features that are no numbers: its weights are broken"):
+    with pytest.raises(RequestError, match="features that are no numbers; name an earlier checkpoint"):
         l1.fit([x], torch.arange(50) < 20, STRENGTH, CPU)
 
 

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from bmoe.errors import RunError
+from bmoe.profiling import validation
 from bmoe.reports.plots import BOTTOM, HEIGHT, LEFT, TOP
 from bmoe.reports.profile import write_profile_report
 from bmoe.reports.profile_plots import EDGE, Piece, pieces, roofline, seconds, time_bars
@@ -53,11 +54,15 @@ def part(forward, backward, flops=None, moved=1e9, bound="memory"):
     }  # fmt: skip
 
 
+KNOWN = {"points": 9, "on": "h200", "precision": "bf16", "median": 0.05, "worst": -0.26, "where": "a layer"}
+
+
 def chip(**more):
     return {
         "chip": "b200", "world": 1, "step_s": 0.05, "tokens_per_s": 3e5, "mfu": 0.3, "memory": {"peak": 20.0}, "fits": True,
         "speedup_over_bf16": 1.1, "bottleneck": {"part": "attention", "share": 0.4},
-        "model_error": {"points": 9, "on": "h200", "precision": "bf16", "median": 0.05, "worst": -0.26, "where": "a layer"},
+        "model_error": KNOWN,
+        "model_error_label": validation.in_words(KNOWN, "bf16"),
         "label": "predicted by a roofline model, not measured",
         "assumptions": {"gemm": 0.68, "low_gemm": 0.45, "guessed": ["low_gemm"], "peaks": "a data sheet"}, **more,
     }  # fmt: skip
@@ -141,10 +146,10 @@ def test_a_precision_that_does_not_run(tmp_path):
 def test_what_was_never_measured_has_no_error(tmp_path):
     found = results()
     for chip in found["predicted"].values():
-        chip["model_error"] = None
+        chip |= {"model_error": None, "model_error_label": "not known; no time in bf16 was held against this model"}
         chip.pop("error", None)
     text = write_profile_report(found, tmp_path / "p.html").read_text()
-    assert "not known" in text and "no time in bf16 as it would run here was held against it" in text
+    assert ">not known<" in text and "elsewhere not known; no time in bf16 was held against this model." in text
 
 
 def test_a_dense_model_names_no_experts(tmp_path):
