@@ -268,6 +268,9 @@ class ExpertParallel(nn.Module):
         """As the layer's: y_TD in x's dtype. Collective over the group, in the forward and in the backward pass."""
         journey = self.transport.depart(x_TD, experts_TK, weights_TK)
         shared_TD = None if self.shared is None else self.shared(x_TD)
-        out_MD = self.experts(*self.transport.arrive(journey))
+        arrived = self.transport.arrive(journey)
+        for part in arrived:  # compiled experts have one program for any number of rows, and no other size is a variable in it
+            torch._dynamo.maybe_mark_dynamic(part, 0)
+        out_MD = self.experts(*arrived)
         y_TD = self.transport.bring_back(out_MD, journey)
         return y_TD if shared_TD is None else y_TD + shared_TD

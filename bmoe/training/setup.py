@@ -183,7 +183,7 @@ def compile_blocks(model: Transformer, recipe: Recipe, **options) -> None:
     """Compile the blocks of a model in place; `options` are torch.compile's.
 
     A dispatch of expert parallelism divides its block's program, because the host reads how many rows come. What lies between
-    is compiled by itself, for any number of rows: the shared expert, and experts that are more than one operator.
+    is compiled by itself: the shared expert, and experts that are more than one operator, for any number of rows.
     """
     for block in model.blocks:
         block.compile(**options)
@@ -191,7 +191,7 @@ def compile_blocks(model: Transformer, recipe: Recipe, **options) -> None:
             inner = [block.ffn.shared] if block.ffn.shared is not None else []
             inner += [block.ffn.experts] if recipe.backend.experts == "grouped" else []
             for module in inner:
-                module.compile(dynamic=True, **options)
+                module.compile(**options)
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe, world: World) -> AdamW:

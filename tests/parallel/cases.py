@@ -428,6 +428,26 @@ def travel_order(rank: int, size: int) -> tuple[list[str], list[str]]:
     return forward, backward
 
 
+def programs_of_experts(rank: int, size: int, row_counts: list[int]) -> list[list[tuple[str, ...]]]:
+    """Of compiled grouped experts behind a dispatch: each program's inputs by their shapes, sizes that vary as `rows`."""
+    found = []
+
+    def backend(graph, _):
+        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        shapes = [x.shape for x in values if isinstance(x, torch.Tensor)]
+        found.append([tuple(n if isinstance(n, int) else "rows" for n in shape) for shape in shapes])
+        return graph.forward
+
+    layer = torch.nn.Module()
+    layer.router, layer.experts, layer.shared = None, build_experts("grouped", 4 * size, 16, 8), None
+    parallel = shard.expert_parallel(layer, build_mesh("cpu", 1, 1, size))
+    parallel.experts.bfloat16().compile(backend=backend)
+    for rows in row_counts:
+        x_TD, weights_TK = torch.ones(rows, 16, dtype=torch.bfloat16, requires_grad=True), torch.ones(rows, 2)
+        parallel(x_TD, torch.arange(2 * rows).view(rows, 2) % (4 * size), weights_TK).sum().backward()
+    return found
+
+
 def extremes(rank: int, size: int, routing: str, transport: str = "") -> list[float]:
     """Relative differences of an expert-parallel layer from all experts on one rank: output, dx, dweights, dgate_up, ddown."""
     mesh = build_mesh("cpu", 1, 1, size)
