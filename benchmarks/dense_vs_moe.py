@@ -225,16 +225,20 @@ def evaluate(runs: list[Contestant], arguments: argparse.Namespace, seconds: dic
 def judge(folder: Path, arguments: argparse.Namespace) -> None:
     """What `bmoe eval` finds of one run, a part at a time; FOLDER/eval.json has the parts that are done."""
     scan = {"mutations": arguments.mutations, "wildtype": arguments.wildtype, "column": arguments.column}
-    parts = [Wanted(pseudo=True)]
-    parts += [Wanted(**scan, scores=str(folder / "scores.csv"))] if arguments.mutations else []
-    parts += [Wanted(structures=arguments.structures)] if arguments.structures else []
-    parts += [Wanted(probe=arguments.probe)] if arguments.probe else []
+    parts = {"pseudo": Wanted(pseudo=True)}
+    parts |= {"probe": Wanted(probe=arguments.probe)} if arguments.probe else {}
+    parts |= {"contacts": Wanted(structures=arguments.structures)} if arguments.structures else {}
+    parts |= {"mutations": Wanted(**scan, scores=str(folder / "scores.csv"))} if arguments.mutations else {}
     found: dict = {}
-    for number, part in enumerate(parts, 1):
+    seconds: dict[str, float] = {}
+    for name, part in parts.items():
+        began = time.monotonic()
         results, _ = job.evaluate([str(folder)], part, data=None, split="valid", device=torch.device(arguments.device))
+        seconds[name] = time.monotonic() - began
         found |= results[0]
         partial = folder / "eval.partial"
-        partial.write_text(json.dumps(finite({"results": found, "whole": number == len(parts)}), allow_nan=False))
+        body = {"results": found, "seconds": seconds, "whole": len(seconds) == len(parts)}
+        partial.write_text(json.dumps(finite(body), allow_nan=False))
         partial.replace(folder / "eval.json")
 
 
