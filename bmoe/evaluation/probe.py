@@ -24,7 +24,7 @@ from bmoe.recipe import Recipe
 
 BUDGET = 60_000  # residues of all splits
 DECAY = 1e-3  # L2 coefficient on standardised features
-ITERATIONS = 200
+ITERATIONS, HISTORY = 200, 20  # of L-BFGS
 
 
 def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, table: str | Path, device: torch.device, budget: int = BUDGET) -> dict:
@@ -97,22 +97,26 @@ def _probe(layers: list[Tensor], letter: np.ndarray, owner: np.ndarray, rows: di
 def fit(x_nD: Tensor, target_n: Tensor, classes: int, decay: float = DECAY):
     """Multinomial logistic regression on standardised features: mean cross entropy + decay / 2 |W|^2, by L-BFGS in fp32.
 
-    Returns a function from features [m, D] to predicted classes, int64 [m]. RequestError for features that are no numbers.
+    The weights are the host's, since L-BFGS does many operations on these few numbers for each one on the features. Returns a
+    function from features [m, D] to predicted classes, int64 [m]. RequestError for features that are no numbers.
     """
     check_numbers(x_nD, "states")
     mean_D, scale_D = x_nD.mean(dim=0), x_nD.std(dim=0).clamp(min=1e-6)
     z_nD = (x_nD - mean_D) / scale_D
-    weight_CD = torch.zeros(classes, x_nD.shape[1], device=x_nD.device, requires_grad=True)
-    bias_C = torch.zeros(classes, device=x_nD.device, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight_CD, bias_C], max_iter=ITERATIONS, tolerance_grad=1e-5, line_search_fn="strong_wolfe")
+    weight_CD = torch.zeros(classes, x_nD.shape[1], requires_grad=True)
+    bias_C = torch.zeros(classes, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weight_CD, bias_C], max_iter=ITERATIONS, tolerance_grad=1e-5, history_size=HISTORY, line_search_fn="strong_wolfe"
+    )
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(F.linear(z_nD, weight_CD, bias_C), target_n) + 0.5 * decay * weight_CD.square().sum()
+        logits_nC = F.linear(z_nD, weight_CD.to(z_nD.device), bias_C.to(z_nD.device))
+        value = F.cross_entropy(logits_nC, target_n).cpu() + 0.5 * decay * weight_CD.square().sum()
         value.backward()
         return value
 
     with torch.enable_grad():
         optimizer.step(loss)
-    weight_CD, bias_C = weight_CD.detach(), bias_C.detach()
+    weight_CD, bias_C = weight_CD.detach().to(x_nD.device), bias_C.detach().to(x_nD.device)
     return lambda other_mD: F.linear((other_mD - mean_D) / scale_D, weight_CD, bias_C).argmax(dim=-1)
