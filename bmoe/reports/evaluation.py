@@ -14,6 +14,7 @@ from bmoe.reports.plots import Series, bar_chart, contact_map, interval_chart, l
 from bmoe.reports.routing import routing_section
 
 DIFFERENCES = {"mutations": "mutations, Spearman", "contacts": "contacts, long range P@L", "probe": "secondary structure, accuracy"}
+PAIRED = ["model", "beside", "of", "paired (95 % interval)"]
 BLOSUM = "BLOSUM62, without a model"
 RANGES = {"short": "short, 6–11", "medium": "medium, 12–23", "long": "long, 24 or more"}
 
@@ -84,20 +85,22 @@ def _comparison(runs: dict[str, dict]) -> str:
 
 def _paired(runs: dict[str, dict]) -> str:
     """Each model beside the first on the same data: ratios of perplexities, differences of the rest."""
-    head = ["model", "beside", "of", "paired (95 % interval)"]
-    return table(head, [[name, *row] for name, found in runs.items() for row in paired_rows(found.get("compared", {}))])
+    return table(PAIRED, paired_rows(runs))
 
 
-def paired_rows(compared: dict) -> list[list[str]]:
-    """Beside whom, what, and the value with its interval."""
+def paired_rows(runs: dict[str, dict]) -> list[list[str]]:
+    """The cells of PAIRED of `named` runs: which model, beside which, what, and the value with its interval."""
+    name_of = {found["run"]: name for name, found in runs.items()}
     rows = []
-    for scheme, ratio in compared.get("schemes", {}).items():
-        what = perplexity_parts.NAMES["" if scheme == "clm" else f"_{scheme}"]
-        value = with_interval(ratio["ratio"], ratio["low"], ratio["high"])
-        rows.append([compared["to"], f"perplexity, {what}: ratio", value])
-    for part, found in compared.get("differences", {}).items():
-        value = with_interval(found["difference"], found["low"], found["high"])
-        rows.append([compared["to"], f"{DIFFERENCES[part]}: difference", value])
+    for name, found in runs.items():
+        compared = found.get("compared", {})
+        values = {}
+        for scheme, ratio in compared.get("schemes", {}).items():
+            what = perplexity_parts.NAMES["" if scheme == "clm" else f"_{scheme}"]
+            values[f"perplexity, {what}: ratio"] = with_interval(ratio["ratio"], ratio["low"], ratio["high"])
+        for part, gain in compared.get("differences", {}).items():
+            values[f"{DIFFERENCES[part]}: difference"] = with_interval(gain["difference"], gain["low"], gain["high"])
+        rows += [[name, name_of[compared["to"]], what, value] for what, value in values.items()]
     return rows
 
 

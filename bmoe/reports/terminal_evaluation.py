@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bmoe.reports import comparison, remarks
-from bmoe.reports.evaluation import BLOSUM, RANGES, named, paired_rows
+from bmoe.reports.evaluation import BLOSUM, PAIRED, RANGES, named, paired_rows
 from bmoe.reports.page import number, with_interval
 from bmoe.reports.perplexity import NAMES, bin_name
 from bmoe.reports.prepare import counted
@@ -15,9 +15,8 @@ def evaluation_tables(results: dict | list[dict]) -> Group:
     """Everything that was measured, a table a part; several models side by side first."""
     runs = named([results] if isinstance(results, dict) else results)
     parts = [_comparison(runs)] if len(runs) > 1 else []
-    pairs = [[name, *row] for name, found in runs.items() for row in paired_rows(found.get("compared", {}))]
-    if pairs:
-        parts.append(_table("on the same data", ["model", "beside", "of", "paired (95 % interval)"], pairs))
+    if pairs := paired_rows(runs):
+        parts.append(_table("on the same data", PAIRED, pairs))
     for name, found in runs.items():
         if len(runs) > 1:
             parts.append(Text(name, style="bold"))

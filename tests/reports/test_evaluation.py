@@ -8,7 +8,7 @@ from rich.console import Console
 
 from bmoe.errors import RunError
 from bmoe.reports import comparison, remarks
-from bmoe.reports.evaluation import named, write_evaluation_report
+from bmoe.reports.evaluation import named, paired_rows, write_evaluation_report
 from bmoe.reports.terminal_evaluation import evaluation_tables
 
 
@@ -76,12 +76,13 @@ def test_several_models_side_by_side(tmp_path, make_results):
     runs = [make_results("runs/moe", 0.05), make_results("runs/dense")]
     difference = {"difference": -0.0432, "low": -0.0512, "high": -0.0311}
     runs[1]["compared"] = {
-        "to": "moe", "schemes": {"mask": {"ratio": 1.0123, "low": 1.004, "high": 1.02}}, "differences": {"probe": difference},
+        "to": "runs/moe", "schemes": {"mask": {"ratio": 1.0123, "low": 1.004, "high": 1.02}}, "differences": {"probe": difference},
     }  # fmt: skip
     text, titles = read(write_evaluation_report(runs, tmp_path / "r.html"))
     assert titles[:2] == ["Comparison of moe, dense", "Side by side"]
     assert "1.012 (1.004 to 1.020)" in text and "secondary structure, accuracy: difference" in text
     assert "-0.0432 (-0.0512 to -0.0311)" in text
+    assert [row[:2] for row in paired_rows(named(runs))] == [["dense", "moe"]] * 2  # by the names that the other tables have
     assert titles.count("Contacts") == 2 and "contacts, long range P@L" in titles
     assert "0.3500 (0.3200 to 0.3800) *" in text and "0.3000 (0.2700 to 0.3300) *" not in text
 
