@@ -12,6 +12,7 @@ from bmoe.data.options import PrepareOptions
 from bmoe.data.prepare import prepare
 from bmoe.data.shards import MANIFEST, Shards, read_manifest
 from bmoe.errors import RequestError
+from bmoe.parallel import launch
 from bmoe.recipe import Recipe
 from bmoe.reports import prepare as page
 from bmoe.training.metrics import finite
@@ -20,7 +21,9 @@ from bmoe.training.metrics import finite
 def load_recipe(path: str, overrides: list[str]) -> tuple[Recipe, Path]:
     """The recipe of a RECIPE argument with its overrides, and its file; says when a shipped one is taken."""
     file, shipped = recipes.find(path)
-    if shipped and Path(path) != file:
+    here = launch.place()
+    first = (here is None or here.rank == 0) and not launch.is_launched()  # the process that launched this one has said it
+    if first and shipped and Path(path) != file:
         console.note(f"{path} is no file here: taking the recipe of that name that ships with bmoe")
     return recipes.load(file, overrides), file
 

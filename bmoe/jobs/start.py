@@ -48,7 +48,7 @@ def start(recipe: Recipe, request: Request, limits: Limits) -> int:
     if here is None and not launch.is_launched() and (ranks > 1 or request.restarts):
         return start_ranks(recipe, request, device, ranks)
     limits.began = launch.began() or limits.began  # a restart takes no more time than was left
-    if here is None or here.rank == 0:
+    if here is None or (here.rank == 0 and not launch.is_launched()):  # `start_ranks` has said it of several
         console.note(line)
     world = launch.world_from_environment(device.type)
     with launch.rank_of(world):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from bmoe.errors import RequestError
+from bmoe.jobs.common import load_recipe
 from bmoe.parallel import launch
 
 PROGRAM = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'launched.py')!r}, run_name='__main__')"
@@ -110,3 +111,20 @@ def wait_for(condition, seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "environment, says",
+    [
+        ({}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2", launch.PIDS: "/tmp/pids"}, False),
+    ],
+)
+def test_one_process_of_all_says_which_recipe_it_takes(environment, says, monkeypatch, capsys):
+    """The first of another launcher's ranks; of ours none, as the process that started them has said it."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    load_recipe("esm2_moe_tiny", [])
+    assert ("ships with bmoe" in capsys.readouterr().err) is says
