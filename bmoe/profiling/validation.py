@@ -1,10 +1,10 @@
 """How far the roofline model is from what was measured: the points it is held against, and its error at each.
 
 All on one H200 with prediction made for the same load: MoE layers, forward and backward, of sequences of 1,024 tokens, with the
-fused kernels (replayed) and with torch's grouped products compiled, in bf16 and in 8 bits; steps, replayed where training replays
-them (docs/benchmarks.md; some numbers there are of other runs). The model's efficiencies come from the kernels of two of these
-steps, the rate of the experts' products from those of a third too, the rate of fp8_row's from the kernels of its first layer, and
-the host's time for Transformer Engine from its three layers; all other points were only predicted.
+fused kernels (replayed) and with torch's grouped products compiled, in bf16 and in 8 bits; steps, replayed but for Transformer
+Engine's, as in training (docs/benchmarks.md; some numbers there are of other runs). The model's efficiencies come from the kernels
+of two of these steps, the rate of the experts' products from those of a third too, the rate of fp8_row's from the kernels of its
+first layer, and the host's time for Transformer Engine from its three layers; all other points were only predicted.
 
 `python benchmarks/profile_accuracy.py --only steps` prints new `STEPS`, `python benchmarks/fp8_gain.py` times fp8_row beside bf16.
 """
@@ -105,6 +105,7 @@ LAYERS = (
 
 _ROW = " precision.kind=fp8_row"
 _FLASH = "backend.experts=triton backend.attention=flash"
+_TE = "backend.experts=te precision.kind=fp8_current"
 _DECODER = "esm2_moe data.tokens_per_batch=16384 model.kind=decoder objective.kind=clm model.tie_head=false backend.experts=triton"
 _SMALL = f"{_DECODER} model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816"
 _WIDE = (
@@ -139,6 +140,20 @@ STEPS = (
     ),
     Step(_WIDE, full(32768), 124.2e-3),
     Step(_WIDE + _ROW, full(32768), 107.4e-3),
+    Step(f"esm2_moe_8m data.tokens_per_batch=65536 backend.attention=varlen {_TE}", Load(65536, 65257, 31295848, 9788), 124.7e-3),
+    Step(f"esm2_moe data.tokens_per_batch=16384 model.layers=6 {_TE}", PROTEINS, 97.8e-3),
+    Step(f"protein_moe_fine model.layers=6 backend.attention=varlen {_TE}", PROTEINS, 176.0e-3),
+    Step(f"genome_mixtral model.layers=8 {_TE}", Load(16384, 16381, 67084291, 16381), 114.4e-3),
+    Step(
+        f"esm2_moe data.tokens_per_batch=16384 model.layers=12 model.width=1024 model.heads=16 model.moe.expert_width=2816 {_TE}",
+        PROTEINS,
+        138.3e-3,
+    ),
+    Step(
+        f"esm2_moe data.tokens_per_batch=16384 model.layers=4 model.width=2048 model.heads=32 model.moe.expert_width=5632 {_TE}",
+        PROTEINS,
+        77.7e-3,
+    ),
 )
 
 Point = Layer | Step
