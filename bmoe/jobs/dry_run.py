@@ -14,7 +14,7 @@ from bmoe.jobs.common import shard_folder
 from bmoe.model import counts
 from bmoe.parallel.world import World
 from bmoe.profiling import render
-from bmoe.recipe import Recipe, dump, to_dict
+from bmoe.recipe import BackendSection, PrecisionSection, Recipe, dump, to_dict
 from bmoe.training import setup
 
 
@@ -25,12 +25,12 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
     """
     if recipe.model.init_from and not Path(recipe.model.init_from).exists():
         raise RequestError(f"model.init_from: {recipe.model.init_from} does not exist")
-    setup.check_step(recipe, world)
+    check_layout(recipe, world)
     asked = recipe
     try:
         recipe, reasons = setup.resolve(recipe, World(device, size=world))
         resolved_for = f"resolved for {world} x {device.type}"
-    except RequestError as error:  # a precision or layout that this machine lacks is no obstacle to a dry run
+    except RequestError as error:  # a precision or a backend that this machine lacks is no obstacle to a dry run
         reasons, resolved_for = {}, f"not resolved on this machine: {error}"
     folder = shard_folder(recipe)
     letters = alphabet(recipe.data.alphabet, folder)
@@ -69,6 +69,12 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
     ]
     whole = (Text(f"recipe, {resolved_for}", style="bold"), Text(dump(recipe, reasons)))  # first: what follows stays on the screen
     return results, Group(*whole, console.settings_table("dry run", rows), render.estimate(estimate))
+
+
+def check_layout(recipe: Recipe, world: int) -> None:
+    """Raise RequestError if the recipe's layout and step do not divide over `world` ranks, whatever the machine has."""
+    anywhere = {"precision": PrecisionSection(kind="fp32"), "backend": BackendSection()}
+    setup.resolve(recipe.model_copy(update=anywhere), World(torch.device("cpu"), size=world))
 
 
 def _not_prepared(recipe: Recipe) -> str:
