@@ -42,14 +42,16 @@ def test_splits_share_no_group(make_proteins):
         assert sizes[name] == pytest.approx(share * 6000, abs=160)
 
 
-def test_classifier_equals_scikit_learn():
+@pytest.mark.parametrize("decay", [probe.DECAY, 1.0])
+def test_classifier_equals_scikit_learn(decay):
     linear = pytest.importorskip("sklearn.linear_model")
     generator = np.random.default_rng(0)
     x = generator.normal(size=(600, 8)).astype(np.float32) * [1, 5, 0.1, 1, 1, 1, 1, 1]
     y = (x[:, 0] + x[:, 1] / 5 + generator.normal(size=600) > 0).astype(int) + (x[:, 2] > 0.1)
     z = (x - x.mean(0)) / x.std(0, ddof=1)
-    theirs = linear.LogisticRegression(C=1 / (600 * probe.DECAY), tol=1e-8, max_iter=2000).fit(z, y)
-    ours = probe.fit(torch.tensor(x, dtype=torch.float32), torch.tensor(y), 3)(torch.tensor(x, dtype=torch.float32)).numpy()
+    theirs = linear.LogisticRegression(C=1 / (600 * decay), tol=1e-8, max_iter=2000).fit(z, y)
+    features = torch.tensor(x, dtype=torch.float32)
+    ours = probe.fit(features, torch.tensor(y), 3, decay)(features).numpy()
     assert (ours == theirs.predict(z)).mean() > 0.995
 
 

@@ -24,7 +24,7 @@ def test_another_transport_takes_its_place(ranks, routing):
 
 @pytest.mark.no_cover
 def test_compiled_experts_are_one_program_for_any_number_of_rows(ranks):
-    """In which nothing else varies: with a width or a top-k that does, the kernels were 5 % of a step slower."""
+    """In which nothing else varies: with a width and a top-k that do, a step took 1.049 times the plain one, and 1.009 without."""
     for programs in ranks(2).run("programs_of_experts", row_counts=[8, 12, 40]):
         (shapes,) = programs
         assert set(shapes) == {("rows", 16), ("rows", 1), (4, 16, 16), (4, 16, 8)}

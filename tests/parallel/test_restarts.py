@@ -79,7 +79,7 @@ def killer(folder: Path) -> None:
     threading.Thread(target=kill, daemon=True).start()
 
 
-def test_the_command_says_it_in_one_line_and_goes_on(tmp_path, monkeypatch, capsys):
+def test_the_command_says_it_in_one_line_and_goes_on(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", str(HERE.parent.parent))
     monkeypatch.chdir(tmp_path)
     training = {"steps": 12, "tokens_per_step": 512}
@@ -87,15 +87,16 @@ def test_the_command_says_it_in_one_line_and_goes_on(tmp_path, monkeypatch, caps
     killer(Path("killed"))
     train = ["train", "tiny.yaml", "--device", "cpu", "--procs", "2"]
     assert cli.run([*train, "--out", "killed", "--restarts", "1"]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "restart 1 of 1" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "restart 1 of 1" in line]
     assert len(told) == 1 and "rank 1 was killed by SIGKILL" in told[0] and "all ranks go on from killed/checkpoints/step-" in told[0]
     assert cli.run([*train, "--out", "whole"]) == 0
+    assert capfd.readouterr().err.count("running on") == 1  # of the command and its ranks
     one, two = runs.final_tensors(Path("killed")), runs.final_tensors(Path("whole"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert runs.records(Path("killed")) == runs.records(Path("whole"))
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.run([*train[:4], "--out", "alone", "--restarts", "1"]) == 2
-    refused = capsys.readouterr().err
+    refused = capfd.readouterr().err
     assert "torchrun --max-restarts" in refused and not Path("alone").exists()
 
 
