@@ -37,10 +37,12 @@ def broken_rules(r: Recipe) -> Iterator[tuple[str, str]]:
     if d.max_length > d.tokens_per_batch:
         yield "data.max_length", f"{d.max_length} exceeds data.tokens_per_batch = {d.tokens_per_batch}, so a crop would fit no batch"
     known = p.data_replicate * p.expert * (1 if p.data_shard == "auto" else p.data_shard)
-    if r.training.tokens_per_step % (d.tokens_per_batch * known):
+    step, slots = r.training.tokens_per_step, d.tokens_per_batch * known
+    if step % slots:
         yield (
             "training.tokens_per_step",
-            (f"{r.training.tokens_per_step} is not a multiple of data.tokens_per_batch x world = {d.tokens_per_batch} x {known}"),
+            f"{step} is not a multiple of data.tokens_per_batch x the ranks of `parallel` = {d.tokens_per_batch} x {known}; change one of "
+            f"the three, e.g. --set training.tokens_per_step={-(-step // slots) * slots}",
         )
     yield from _dna_rules(d)
     if d.prepare.valid_fraction + d.prepare.test_fraction >= 1.0:
