@@ -1,6 +1,6 @@
 """How true `bmoe profile` and `bmoe train --dry-run` are on this machine: memory, step time, overhead, repeatability.
 
-    python benchmarks/profile_accuracy.py [--only memory|steps] [--limit 600] [--json FILE] [--device cpu]
+    python benchmarks/profile_accuracy.py [--only memory|steps] [--shapes esm2_moe] [--recompute full] [--limit 600] [--json FILE] [--device cpu]
 
 memory    the allocator's peak over three steps against the closed form: whole shipped recipes, with at most two batches a step,
           in bf16 and FP8, with each kind of recomputation. Steps are those of training, recorded as CUDA graphs where they are
@@ -341,12 +341,12 @@ class Report:
             partial_file.replace(self.file)
 
 
-def measure_memory(crew: Crew, report: Report, kinds: list[str]) -> None:
+def measure_memory(crew: Crew, report: Report, kinds: list[str], recomputes: list[str]) -> None:
     """The memory of every whole recipe, precision and recomputation."""
     orders = []
     for name, shape in crew.kinds.items():
         for kind in kinds:
-            for recompute in RECOMPUTE:
+            for recompute in recomputes:
                 case = Case(kind, recompute, False, 2)
                 orders.append(Order(name, "memory", {"case": case}, needed_gib(shape, case)))
     again = []
@@ -390,6 +390,12 @@ def measure_steps(crew: Crew, report: Report, kinds: list[str], compiled: bool, 
         report.phase(f"roofline, {kind}")
 
 
+def chosen(shapes: dict[str, str], parts: str | None) -> dict[str, str]:
+    """The shapes whose names are one of `parts`, or contain one that is no name; all without `parts`."""
+    wanted = parts.split(",") if parts else [""]
+    return {name: shape for name, shape in shapes.items() if any(part == name if part in shapes else part in name for part in wanted)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -397,7 +403,8 @@ def main() -> None:
     parser.add_argument(
         "--precisions", default="bf16,fp8_current", help="kind or kind/experts, as in fp8_current/te; the first is the base"
     )
-    parser.add_argument("--shapes", help="only shapes whose names contain one of these, by comma")
+    parser.add_argument("--shapes", help="only shapes whose names are or, where none is, contain one of these, by comma")
+    parser.add_argument("--recompute", default=",".join(RECOMPUTE), help="kinds of recomputation whose memory is measured")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--case-limit", type=float, default=90.0, help="seconds for one case")
     parser.add_argument("--steps", type=int, default=12)
@@ -417,11 +424,11 @@ def main() -> None:
     halves = (("memory", WHOLE if cuda else TINY), ("steps", SHAPES if cuda else TINY))
     for half, shapes in halves:
         if arguments.only in (None, half):
-            wanted = {n: s for n, s in shapes.items() if not arguments.shapes or any(part in n for part in arguments.shapes.split(","))}
+            wanted = chosen(shapes, arguments.shapes)
             crew = Crew(Worker, wanted, arguments.device, began + arguments.limit, arguments.case_limit, room, free)
             try:
                 if half == "memory":
-                    measure_memory(crew, report, kinds)
+                    measure_memory(crew, report, kinds, arguments.recompute.split(","))
                 else:
                     measure_steps(crew, report, kinds, cuda and not arguments.eager, arguments.steps)
             finally:
