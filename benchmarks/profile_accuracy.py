@@ -1,6 +1,6 @@
 """How true `bmoe profile` and `bmoe train --dry-run` are on this machine: memory, step time, overhead, repeatability.
 
-    python benchmarks/profile_accuracy.py [--only memory|steps] [--shapes esm2_moe] [--recompute full] [--limit 600] [--json FILE] [--device cpu]
+    python benchmarks/profile_accuracy.py [--only memory|steps] [--shapes esm2_moe] [--limit 600] [--json FILE] [--device cpu]
 
 memory    the allocator's peak over three steps against the closed form: whole shipped recipes, with at most two batches a step,
           in bf16 and FP8, with each kind of recomputation. Steps are those of training, recorded as CUDA graphs where they are
