@@ -11,7 +11,7 @@ lengths, the rows the head runs on) take at that throughput. Wanted: a ratio of 
     pseudo      pseudo-perplexity of a budget of token slots
     masked, wt  the mutation scan by masked and wild-type marginals
     pll         the pseudo-log-likelihoods of a few of its variants
-    contacts features   attention maps and the features of all pairs of all chains
+    contacts features   of all pairs of all chains
     contacts    all of it: also reading the structures, families by alignment, regressions, intervals
 
 The last has work that is no forward pass of anything; its ratio says how much. Medians of the repeats after a first run, which counts
@@ -34,6 +34,7 @@ from bmoe import recipe as recipes
 from bmoe.data.alphabet import Alphabet, alphabet
 from bmoe.errors import RequestError, RunError
 from bmoe.evaluation import contacts, mutations, pseudo
+from bmoe.evaluation.contact_features import pair_features
 from bmoe.evaluation.files import read_fasta
 from bmoe.evaluation.forward import batch_slots, packed, wrap
 from bmoe.evaluation.variants import read_variants
@@ -134,7 +135,8 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device,
     entry["forward_tflops"] = throughput(model, recipe, shards, device) / 1e12
     yield f"  forward {entry['forward_tflops']:.3g} TFLOP/s\n"
     chains, wildtype = contacts.read_chains(arguments.structures), read_fasta(arguments.wildtype, letters)[0][1]
-    pairs = [contacts.known_pairs(chain) for chain in chains]
+    sequences = [wrap(letters, letters.encode(chain.sequence.encode())) for chain in chains]
+    pairs = [contacts.known_pairs(chain)[:2] for chain in chains]
     text = "".join(letters.symbols[i] for i in wildtype)
     sites = read_variants(arguments.mutations, text, arguments.column).sites
 
@@ -144,7 +146,7 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device,
     tasks: dict[str, Callable[[], object]] = {
         "pseudo": lambda: pseudo.evaluate(model, shards, recipe, device=device, budget=arguments.budget),
         "masked": scored("masked_marginal"),
-        "contacts features": lambda: contacts.pair_features(model, letters, chains, pairs, batch_slots(recipe, device), device),
+        "contacts features": lambda: pair_features(model, sequences, pairs, batch_slots(recipe, device), device),
         "contacts": lambda: contacts.evaluate(model, recipe, letters, arguments.structures, device),
         "wt": scored("wt_marginal"),
         "pll": scored("pll", PLL_VARIANTS),

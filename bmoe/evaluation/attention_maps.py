@@ -16,7 +16,7 @@ from bmoe.evaluation.forward import packed, upload
 from bmoe.model.attention import attention
 from bmoe.model.layers import Layout, wide
 
-HELD = {"cuda": 2**28, "cpu": 2**24}  # bytes of maps formed at a time, of several sequences: few launches, what a cache holds
+HELD = 2**24  # bytes of maps formed at a time, of several sequences: what a cache holds
 FORMED = 2**30  # bytes of one sequence's maps above which they are formed some layers at a time
 PADDED = 1.25  # of the shortest sequence's length is the longest that it is put together with
 
@@ -30,28 +30,41 @@ class Maps(NamedTuple):
     values_ACnn: Tensor
 
 
-@torch.no_grad()
-def attention_maps(model: nn.Module, sequences: list[np.ndarray], slots: int, device: torch.device) -> Iterator[Maps]:
-    """The maps of all sequences, those of similar length together, on `device`.
+class Projections(NamedTuple):
+    """Queries and keys of all layers, as the layer itself projects, normalises and rotates them, of sequences in one row of tokens."""
 
-    Queries and keys are what the layer itself projects, normalises and rotates. Sequences carry their specials. Decoders attend to
-    earlier tokens only.
-    """
+    numbers: list[int]  # which sequences
+    bounds: np.ndarray  # where each begins, and the last one ends
+    q_LTHd: Tensor
+    k_LTHd: Tensor
+
+
+@torch.no_grad()
+def projections(model: nn.Module, sequences: list[np.ndarray], slots: int, device: torch.device) -> Iterator[Projections]:
+    """Queries and keys of all sequences on `device`, by ascending length. Sequences carry their specials."""
     order = sorted(range(len(sequences)), key=lambda number: sequences[number].size)
     done = 0
     for batch in packed((sequences[number] for number in order), slots, device):
         with _projected(model) as projected:
             model(**batch.inputs, select_M=torch.zeros(1, dtype=torch.int64, device=device))
         q_LTHd, k_LTHd = (torch.stack(column) for column in zip(*projected, strict=True))
-        sizes_S, A = np.diff(batch.bounds), q_LTHd.shape[0] * q_LTHd.shape[2]
-        for first, last in _alike(sizes_S, HELD[device.type] // (4 * A)):
-            begins_C, sizes_C = batch.bounds[first:last], sizes_S[first:last]
+        count = batch.bounds.size - 1
+        yield Projections(order[done : done + count], batch.bounds, q_LTHd, k_LTHd)
+        done += count
+
+
+@torch.no_grad()
+def attention_maps(model: nn.Module, sequences: list[np.ndarray], slots: int, device: torch.device) -> Iterator[Maps]:
+    """The maps of all sequences, those of similar length together, on `device`. Decoders attend to earlier tokens only."""
+    for numbers, bounds, q_LTHd, k_LTHd in projections(model, sequences, slots, device):
+        sizes_S, A = np.diff(bounds), q_LTHd.shape[0] * q_LTHd.shape[2]
+        for first, last in _alike(sizes_S, HELD // (4 * A)):
+            begins_C, sizes_C = bounds[first:last], sizes_S[first:last]
             of_a_layer = 4 * q_LTHd.shape[2] * sizes_C.size * int(sizes_C.max()) ** 2
             some = max(FORMED // of_a_layer, 1)
             for q_lTHd, k_lTHd in zip(q_LTHd.split(some), k_LTHd.split(some), strict=True):
                 values_ACnn = _probabilities(q_lTHd, k_lTHd, begins_C, sizes_C, model.blocks[0].attention.causal)
-                yield Maps(order[done + first : done + last], sizes_C.tolist(), values_ACnn)
-        done += sizes_S.size
+                yield Maps(numbers[first:last], sizes_C.tolist(), values_ACnn)
 
 
 def _alike(sizes_S: np.ndarray, entries: int) -> Iterator[tuple[int, int]]:

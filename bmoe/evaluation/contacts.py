@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import l1
-from bmoe.evaluation.attention_maps import Maps, attention_maps
+from bmoe.evaluation.contact_features import pair_features
 from bmoe.evaluation.families import families, folds
-from bmoe.evaluation.forward import batch_slots, upload, wrap
+from bmoe.evaluation.forward import batch_slots, wrap
 from bmoe.evaluation.statistics import bootstrap
 from bmoe.evaluation.structures import Chain, read_chains
 from bmoe.recipe import Recipe
@@ -30,7 +30,6 @@ RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, None)}  # separatio
 SHARES = {"p_at_l": 1, "p_at_l2": 2, "p_at_l5": 5}
 NEAREST = 6
 TRAINING_CHAINS, FOLDS, PENALTY = 20, 5, 0.15
-FITTING = 2**34  # bytes of features that stay on the device
 SHOWN = 3  # chains whose maps are handed out for the report
 
 
@@ -51,7 +50,8 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str
     for chain, (i, _, _) in zip(chains, pairs, strict=True):
         if i.size == 0:
             raise RequestError(f"{directory}: {chain.name} has no two residues {NEAREST} apart with N, CA and C; take it out")
-    features = pair_features(model, letters, chains, pairs, batch_slots(recipe, device), device)
+    tokens = [wrap(letters, letters.encode(chain.sequence.encode())) for chain in chains]
+    features = pair_features(model, tokens, [chosen[:2] for chosen in pairs], batch_slots(recipe, device), device)
     contact = [torch.from_numpy(chosen[2]) for chosen in pairs]
 
     probability: list[np.ndarray] = [np.empty(0)] * len(chains)
@@ -62,50 +62,6 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str
             probability[i] = l1.probability(features[i], weights).cpu().numpy()
     longer = sum(len(chain.sequence) + 2 > recipe.data.max_length for chain in chains)
     return _summary(chains, family, pairs, probability) | {"longer_than_trained": longer}
-
-
-def pair_features(
-    model: nn.Module, letters: Alphabet, chains: list[Chain], pairs: list[tuple], slots: int, device: torch.device
-) -> list[Tensor]:
-    """Features of the pairs (i, j, ...) of each chain, fp32 [P, A], on `device` if all of them fit into FITTING bytes, else in
-    the host's memory."""
-    tokens = [wrap(letters, letters.encode(chain.sequence.encode())) for chain in chains]
-    heads = sum(block.attention.heads for block in model.blocks)
-    fits = 4 * heads * sum(chosen[0].size for chosen in pairs) <= FITTING
-    home = device if fits else torch.device("cpu")
-    found: list[list[Tensor]] = [[] for _ in chains]
-    for maps in attention_maps(model, tokens, slots, device):
-        wanted = [pairs[number][:2] for number in maps.numbers]
-        parts = features_at(maps, wanted).to(home).split([i.size for i, _ in wanted], dim=1)
-        for number, part_AP in zip(maps.numbers, parts, strict=True):
-            found[number].append(part_AP)
-    return [torch.cat(parts).T if len(parts) > 1 else parts[0].T for parts in found]
-
-
-def features_at(maps: Maps, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Tensor:
-    """Features of residue pairs (i, j) of each sequence of `maps`, one after the other, fp32 [A, P].
-
-    With S = M + M^T of the map M without the specials, and sums r over a row of S, t over all of it: S_ij - r_i r_j / t, the average
-    product correction. S itself is never formed: only the pairs asked for are gathered, and r is the sum of M's rows and columns.
-    The pairs go to the device as they are, and their places in the maps are computed there.
-    """
-    values_ACnn, n, device = maps.values_ACnn, maps.values_ACnn.shape[-1], maps.values_ACnn.device
-    counts = np.array([i.size for i, _ in pairs])
-    arrays = [np.array(maps.sizes), counts, *(i for i, _ in pairs), *(j for _, j in pairs)]
-    sizes_C, counts_C, *parts = upload(arrays, device)
-    i_P, j_P = torch.cat(parts[: len(pairs)]), torch.cat(parts[len(pairs) :])
-
-    place_n = torch.arange(n, device=device)
-    residue_Cn = ((place_n > 0) & (place_n < sizes_C[:, None] - 1)).to(values_ACnn.dtype)
-    sums_ACn = (values_ACnn @ residue_Cn[:, :, None]).squeeze(3) + (residue_Cn[:, None] @ values_ACnn).squeeze(2)
-    sums_ACn *= residue_Cn  # products with ones and zeros: no copy of the maps without the specials
-    root_ACn = sums_ACn / sums_ACn.sum(2, keepdim=True).clamp(min=1e-30).sqrt()  # a head may look at specials alone
-
-    row_P = torch.repeat_interleave(counts_C, output_size=int(counts.sum())) * n + 1  # of the first residue, among those of all
-    from_P, to_P = row_P + i_P, row_P + j_P
-    flat_AQ, root_AR = values_ACnn.flatten(1), root_ACn.flatten(1)
-    both_AP = flat_AQ.index_select(1, from_P * n + j_P + 1).add_(flat_AQ.index_select(1, to_P * n + i_P + 1))
-    return both_AP.addcmul_(root_AR.index_select(1, from_P), root_AR.index_select(1, to_P), value=-1).float()
 
 
 def known_pairs(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,11 +12,13 @@ from bmoe.data.alphabet import alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import contacts
 from bmoe.evaluation.attention_maps import Maps, attention_maps
+from bmoe.evaluation.contact_features import features_at, from_maps, from_projections, pair_features
 from bmoe.evaluation.forward import wrap
 from bmoe.evaluation.structures import Chain
 from bmoe.interop.esm2 import from_esm2
 from bmoe.model.transformer import Transformer, Vocabulary
 from bmoe.recipe import BackendSection, ModelSection
+from bmoe.training.setup import to_compute_dtype
 
 CPU = torch.device("cpu")
 DATA = Path(__file__).parent.parent / "data" / "structures"
@@ -43,7 +45,7 @@ def test_features_equal_the_contact_head_of_hugging_face():
     seen = []
     for maps in attention_maps(model.eval(), sequences, 30, CPU):
         pairs = [np.indices((size - 2,) * 2).reshape(2, -1) for size in maps.sizes]
-        parts = contacts.features_at(maps, pairs).split([i.size for i, _ in pairs], dim=1)
+        parts = features_at(maps, pairs).split([i.size for i, _ in pairs], dim=1)
         seen += list(zip(maps.numbers, parts, strict=True))
     assert sorted(number for number, _ in seen) == [0, 1, 2, 3] and seen[0][1].data_ptr() != seen[1][1].data_ptr()
     for number, features_AP in seen:
@@ -70,13 +72,45 @@ def test_maps_of_a_decoder_look_back_only_and_group_their_heads(make_recipe, mak
 def test_layers_of_a_long_chain_may_come_one_after_the_other(folder, make_recipe, make_model, monkeypatch):
     model, letters = make_model(make_recipe("encoder")).eval(), alphabet("protein")
     chains = contacts.read_chains(folder)
-    pairs = [contacts.known_pairs(chain) for chain in chains]
-    together = contacts.pair_features(model, letters, chains, pairs, 1024, CPU)
+    tokens = [wrap(letters, letters.encode(chain.sequence.encode())) for chain in chains]
+    pairs = [contacts.known_pairs(chain)[:2] for chain in chains]
+    together = pair_features(model, tokens, pairs, 1024, CPU)
     monkeypatch.setattr("bmoe.evaluation.attention_maps.FORMED", 1)
     seen = [maps.values_ACnn.shape[0] for maps in attention_maps(model, [wrap(letters, letters.encode(b"MKV" * 9))], 1024, CPU)]
     assert seen == [model.blocks[0].attention.heads] * len(model.blocks)
-    for alone, whole in zip(contacts.pair_features(model, letters, chains, pairs, 1024, CPU), together, strict=True):
+    for alone, whole in zip(pair_features(model, tokens, pairs, 1024, CPU), together, strict=True):
         assert alone.shape == whole.shape and torch.allclose(alone, whole, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "kind, at_once",
+    [("encoder", 2**32), ("encoder", 40_000), ("encoder", 1), ("decoder", 2**32)],
+    ids=["all", "some", "a layer", "decoder"],
+)
+def test_kernels_give_the_features_of_the_maps(make_recipe, make_model, proteins, kind, at_once, monkeypatch):
+    """Sequences around a tile's length, a third of the pairs, of one none; sharp attention; all at once, some sequences, or some layers."""
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr("bmoe.evaluation.contact_features.AT_ONCE", at_once)
+    model = make_model(make_recipe(kind, **({"kv_heads": 2} if kind == "decoder" else {}))).to(device)
+    if device.type == "cuda":
+        to_compute_dtype(model)
+    for block in model.blocks:
+        block.attention.qkv.weight.data *= 3.0
+    text = np.concatenate([proteins.sequence(number) for number in range(4)])
+    tokens = [wrap(proteins.alphabet, text[begin : begin + n]) for begin, n in ((0, 62), (5, 63), (9, 20), (2, 9), (30, 7))]
+    pairs = [tuple(part[::3] for part in np.triu_indices(t.size - 2, 6)) for t in tokens]
+    pairs[3] = (pairs[3][0][:0], pairs[3][1][:0])
+    found, expected = {}, {}
+    for source, into in ((from_projections, found), (from_maps, expected)):
+        for numbers, features_AP in source(model, tokens, pairs, 100, device):
+            for number, part in zip(numbers, features_AP.split([pairs[n][0].size for n in numbers], dim=1), strict=True):
+                into.setdefault(number, []).append(part)
+    assert found.keys() == expected.keys() == set(range(5))
+    assert len(found[0]) == (len(model.blocks) if at_once == 1 else 1)
+    for number, parts in expected.items():
+        torch.testing.assert_close(torch.cat(found[number]), torch.cat(parts), rtol=1e-4, atol=1e-6)
+    assert torch.cat(expected[0]).std() > 0.01
 
 
 def test_precision_against_a_naive_loop():
@@ -116,7 +150,7 @@ def test_a_model_that_attends_to_contacts_is_found_out(folder, make_recipe, make
             maps[2, 0, 1:-1, 1:-1] += 2.0 * torch.from_numpy(known[n].contacts()).float()
             yield Maps([number], [n + 2], maps)
 
-    monkeypatch.setattr(contacts, "attention_maps", planted)
+    monkeypatch.setattr("bmoe.evaluation.contact_features.attention_maps", planted)
     found = contacts.evaluate(model, recipe, letters, folder, CPU)
     assert found["chains"] == found["families"] == 2 and found["longer_than_trained"] == 0
     assert found["long"]["p_at_l5"] > 0.95 > found["long"]["p_at_l5_by_separation"]

@@ -1,0 +1,111 @@
+"""Features of residue pairs for contacts: every head's attention, symmetrised, with the average product correction.
+
+As in ESM (Rao et al. 2021), the specials are stripped before. On a GPU kernels compute the features alone (kernels/contact_features.py):
+maps in memory take a small model longer than its forward passes. Elsewhere maps are formed and gathered, by the definition.
+
+Legend: L layers, H heads, A = L x H maps, layer-major, T tokens, d head dimension, C sequences of n tokens, P pairs.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bmoe.evaluation.attention_maps import Maps, attention_maps, projections
+from bmoe.evaluation.forward import upload
+
+FITTING = 2**34  # bytes of features that stay on the device
+AT_ONCE = 2**32  # bytes of features computed at a time, of several sequences, or of some layers of one
+
+Pairs = list[tuple[np.ndarray, np.ndarray]]
+"""Residues i < j of each sequence, counted from 0 without the specials."""
+
+
+def pair_features(model: nn.Module, sequences: list[np.ndarray], pairs: Pairs, slots: int, device: torch.device) -> list[Tensor]:
+    """Features of the pairs of each sequence, fp32 [P, A], on `device` if all of them fit into FITTING bytes, else in the host's
+    memory. Sequences are token ids with their specials."""
+    heads = sum(block.attention.heads for block in model.blocks)
+    home = device if 4 * heads * sum(i.size for i, _ in pairs) <= FITTING else torch.device("cpu")
+    found: list[list[Tensor]] = [[] for _ in sequences]
+    source = from_projections if device.type == "cuda" else from_maps
+    for numbers, features_AP in source(model, sequences, pairs, slots, device):
+        parts = features_AP.to(home).split([pairs[number][0].size for number in numbers], dim=1)
+        for number, part_AP in zip(numbers, parts, strict=True):
+            found[number].append(part_AP)
+    return [torch.cat(parts).T if len(parts) > 1 else parts[0].T for parts in found]
+
+
+Source = Iterator[tuple[list[int], Tensor]]
+"""(which sequences, features of their pairs one after the other, [A, P]); of a long sequence some layers, then the next ones."""
+
+
+def from_maps(model: nn.Module, sequences: list[np.ndarray], pairs: Pairs, slots: int, device: torch.device) -> Source:
+    """Features by way of the maps."""
+    for maps in attention_maps(model, sequences, slots, device):
+        yield maps.numbers, features_at(maps, [pairs[number] for number in maps.numbers])
+
+
+def features_at(maps: Maps, pairs: Pairs) -> Tensor:
+    """Features of the pairs of each sequence of `maps`, one after the other, fp32 [A, P].
+
+    With S = M + M^T of the map M without the specials, and sums r over a row of S, t over all of it: S_ij - r_i r_j / t, the average
+    product correction. S itself is never formed: only the pairs asked for are gathered, and r is the sum of M's rows and columns.
+    The pairs go to the device as they are, and their places in the maps are computed there.
+    """
+    values_ACnn, n, device = maps.values_ACnn, maps.values_ACnn.shape[-1], maps.values_ACnn.device
+    counts = np.array([i.size for i, _ in pairs])
+    arrays = [np.array(maps.sizes), counts, *(i for i, _ in pairs), *(j for _, j in pairs)]
+    sizes_C, counts_C, *parts = upload(arrays, device)
+    i_P, j_P = torch.cat(parts[: len(pairs)]), torch.cat(parts[len(pairs) :])
+
+    place_n = torch.arange(n, device=device)
+    residue_Cn = ((place_n > 0) & (place_n < sizes_C[:, None] - 1)).to(values_ACnn.dtype)
+    sums_ACn = (values_ACnn @ residue_Cn[:, :, None]).squeeze(3) + (residue_Cn[:, None] @ values_ACnn).squeeze(2)
+    sums_ACn *= residue_Cn  # products with ones and zeros: no copy of the maps without the specials
+    root_ACn = sums_ACn / sums_ACn.sum(2, keepdim=True).clamp(min=1e-30).sqrt()  # a head may look at specials alone
+
+    row_P = torch.repeat_interleave(counts_C, output_size=int(counts.sum())) * n + 1  # of the first residue, among those of all
+    from_P, to_P = row_P + i_P, row_P + j_P
+    flat_AQ, root_AR = values_ACnn.flatten(1), root_ACn.flatten(1)
+    both_AP = flat_AQ.index_select(1, from_P * n + j_P + 1).add_(flat_AQ.index_select(1, to_P * n + i_P + 1))
+    return both_AP.addcmul_(root_AR.index_select(1, from_P), root_AR.index_select(1, to_P), value=-1).float()
+
+
+def from_projections(model: nn.Module, sequences: list[np.ndarray], pairs: Pairs, slots: int, device: torch.device) -> Source:
+    """Features by kernels, from queries and keys."""
+    from bmoe.kernels.contact_features import contact_features, tables
+
+    for numbers, bounds, q_LTHd, k_LTHd in projections(model, sequences, slots, device):
+        sizes_S = np.diff(bounds)
+        of_a_layer_S = 4 * q_LTHd.shape[2] * np.array([pairs[number][0].size for number in numbers])
+        for first, last in _together(of_a_layer_S * q_LTHd.shape[0]):
+            some = max(AT_ONCE // max(int(of_a_layer_S[first:last].sum()), 1), 1)
+            chosen = numbers[first:last]
+            where = _places(bounds[first : last + 1], tables(sizes_S[first:last]), [pairs[number] for number in chosen], device)
+            for q_lTHd, k_lTHd in zip(q_LTHd.split(some), k_LTHd.split(some), strict=True):
+                yield chosen, contact_features(q_lTHd, k_lTHd, *where, model.blocks[0].attention.causal)
+
+
+def _together(bytes_S: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Runs [first, last) of at most AT_ONCE bytes; what is larger stands alone."""
+    first, held = 0, 0
+    for number, size in enumerate(bytes_S.tolist()):
+        if number > first and held + size > AT_ONCE:
+            yield first, number
+            first, held = number, 0
+        held += size
+    yield first, bytes_S.size
+
+
+def _places(bounds: np.ndarray, tables: tuple[np.ndarray, np.ndarray], pairs: Pairs, device: torch.device) -> tuple:
+    """What the kernels are told of sequences that lie between `bounds`, and of their pairs, on `device`."""
+    sizes_C, counts = np.diff(bounds), np.array([i.size for i, _ in pairs])
+    squares_C = np.cumsum(sizes_C**2) - sizes_C**2
+    arrays = [bounds[:-1], sizes_C, *(table.ravel() for table in tables), squares_C, counts, *(i for i, _ in pairs), *(j for _, j in pairs)]
+    begins, sizes, blocks_N, tiles_N, squares, counts_C, *parts = upload(arrays, device)
+    i_P, j_P = torch.cat(parts[: len(pairs)]), torch.cat(parts[len(pairs) :])
+    of_P = torch.repeat_interleave(counts_C, output_size=int(counts.sum()))
+    pair_Q = torch.full((int((sizes_C**2).sum()),), -1, dtype=torch.int32, device=device)
+    pair_Q[squares[of_P] + (i_P + 1) * sizes[of_P] + j_P + 1] = torch.arange(i_P.numel(), dtype=torch.int32, device=device)
+    return begins, sizes, blocks_N.view(2, -1), tiles_N.view(3, -1), squares, pair_Q, i_P.numel()
