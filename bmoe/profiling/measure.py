@@ -8,8 +8,8 @@ profiler (`trace`).
 
 import math
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
 from itertools import pairwise
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -121,17 +121,18 @@ def whole_steps(
     """Time `steps` steps after `warmup`, without instruments: one mark between two steps, and the clock around the loader.
 
     `take` is the step, as training takes it (replayed, where it is replayed); None: `training_step`.
-    As in training the host does not wait for the device, but it runs at most one step ahead of the one that is timed. After
+    As in training the host does not wait for a GPU, but it runs at most one step ahead of the one that is timed. After
     `limit_s` seconds no further step begins, but two are always taken (one if `steps` is 1).
     """
     subject.model.train()
     take = take or partial(training_step, subject, device=device)
+    latest = -2 if device.type == "cuda" else -1  # mark that has passed, or soon will
     ends, wait, seen = [], 0.0, []
     with loader(subject, shards, device) as stream:
         for number in range(warmup + steps):
             if number == warmup:
                 ends.append(mark(device))
-            if len(ends) > 2 and _passed(ends[0], ends[-2]) > limit_s:
+            if len(ends) > 2 and _passed(ends[0], ends[latest]) > limit_s:
                 break
             began = time.perf_counter()
             batches = stream.next().batches
@@ -197,20 +198,28 @@ def parts(subject: Subject, shards, device: torch.device, passes: int) -> dict[s
     return found
 
 
+def works(names: Iterable[str], recipe: Recipe, vocabulary: int, load: Load) -> dict[str, Work]:
+    """Part -> closed-form work of one batch, forward and backward (optimizer: of one step). `experts` has that of all their
+    parts, which have none besides it."""
+    names, known = list(names), batch_parts(recipe.model, vocabulary, load, 4 if recipe.precision.kind == "fp32" else 2)
+    known["optimizer"] = Part(optimizer_work(recipe, vocabulary, 1), Work())
+    inside = ("dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")
+    found = {}
+    for name in names:
+        members = inside if name == "experts" else () if name in inside and "experts" in names else (name,)
+        found[name] = reduce(Work.plus, (work for n in members if n in known for work in known[n][:2]), Work())
+    return found
+
+
 def achieved(found: dict[str, dict], recipe: Recipe, vocabulary: int, load: Load, ceiling: dict) -> None:
     """Add what each part of one batch achieves, from its closed-form work; null where none is defined.
 
     flops, bytes, `tflops`, `gb_per_s`; `intensity`, FLOP per byte; `bound`, the ceiling that its work meets first
     (arithmetic or memory); `ceiling_share`, the time the part would take at that ceiling over the time it takes.
     """
-    works = batch_parts(recipe.model, vocabulary, load, 4 if recipe.precision.kind == "fp32" else 2)
-    works["optimizer"] = Part(optimizer_work(recipe, vocabulary, 1), Work())
-    inside = ("dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")
+    done = works(found, recipe, vocabulary, load)
     for name, entry in found.items():
-        names = inside if name == "experts" else () if name in inside and "experts" in found else (name,)
-        members = [works[n] for n in names if n in works]
-        flops = sum(p.forward.flops + p.backward.flops for p in members)
-        moved = sum(p.forward.bytes + p.backward.bytes for p in members)
+        flops, moved = done[name].flops, done[name].bytes
         seconds = entry["seconds"]
         entry |= {"flops": flops or None, "bytes": moved or None}
         entry["tflops"] = flops / seconds / 1e12 if flops and seconds else None

@@ -95,6 +95,8 @@ def _headline(results: dict) -> RenderableType:
     whole_or_not = f"{measured['layers']} of {measured['of_layers']} layers"
     slots = f"{measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,} slots a batch"
     batches = f"{measured['batches']} of {measured['of_batches']} batches a step"
+    if measured.get("experts") != measured.get("of_experts"):
+        whole_or_not += f", {measured['experts']} of {measured['of_experts']} experts"
     table.add_row("measured", f"{whole_or_not}, {slots}, {batches}: {measured['label']}")
     return table
 

@@ -1,12 +1,13 @@
 """`bmoe profile`: what a recipe costs on this machine, and what it would cost in a precision or on a chip not here.
 
 A precision that this machine runs is measured. If the whole recipe does not fit the machine's memory or about a minute,
-fewer layers and tokens are measured and the rest is scaled up, labelled. A precision it lacks is reported: the unmet
-conditions, numerics by emulation, and a prediction for named chips.
+fewer layers and tokens (on a CPU fewer experts too) are measured and the rest is scaled up, labelled. A precision it lacks is
+reported: the unmet conditions, numerics by emulation, and a prediction for named chips.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +24,7 @@ from bmoe.profiling.measure import Build, Steps, Subject, training_step
 from bmoe.profiling.race import Counts, Ours, Take, allocated, race, results_of
 from bmoe.profiling.trace import traced as traced_step
 from bmoe.profiling.work import Load, model_flops, parameters
-from bmoe.recipe import Recipe
+from bmoe.recipe import MoESection, Recipe
 
 SECONDS = 40.0  # for the measured steps; building and marked steps come on top
 WARMUP = {"cuda": 4, "cpu": 1}
@@ -32,16 +33,21 @@ FORMULA = "3 x (2 x active matrix parameters x real tokens + attention as masked
 
 
 def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: float, beside: int = 0) -> Recipe:
-    """The part of the recipe that this machine measures in about `SECONDS`: all of it, or fewer tokens, then fewer layers.
+    """The part of the recipe that this machine measures in about `SECONDS`: all of it, or fewer tokens, then fewer layers, then, on a
+    CPU, fewer experts.
 
     A step has at most two batches, enough to see gradients accumulate. `beside`: models of this size that are in memory too.
+    Fewer tokens leave each of many experts a handful of rows, and most of a step to their optimizer: of experts at least twice as
+    many as a token visits remain, and so many that none has more rows than in the whole recipe.
     """
     batches = max(1, recipe.training.tokens_per_step // recipe.data.tokens_per_batch)
     letters = shards.alphabet.size
-    tokens, layers, dense = recipe.data.tokens_per_batch, recipe.model.layers, recipe.model.moe.dense_layers if recipe.model.moe else 0
+    whole = recipe.model.moe
+    tokens, layers, dense = recipe.data.tokens_per_batch, recipe.model.layers, whole.dense_layers if whole else 0
+    experts = whole.experts if whole else 0
 
     def shrunk() -> Recipe:
-        moe = recipe.model.moe and recipe.model.moe.model_copy(update={"dense_layers": min(dense, layers - 1)})
+        moe = whole and whole.model_copy(update={"dense_layers": min(dense, layers - 1), "experts": experts})
         small = with_values(recipe, "model", layers=layers, moe=moe)
         small = with_values(small, "data", tokens_per_batch=tokens, max_length=min(recipe.data.max_length, tokens))
         return with_values(small, "training", tokens_per_step=tokens * min(batches, 2))
@@ -57,26 +63,43 @@ def reduced(recipe: Recipe, shards, device: torch.device, steps: int, tflops: fl
         return seconds * (steps + WARMUP[device.type] + 3) > SECONDS or peak > 0.9 * ceilings.available_gib(device)
 
     small = shrunk()
-    least = dense + 1 if recipe.model.moe else 1
-    while too_much(small) and (tokens > 1024 or layers > least):
+    least = dense + 1 if whole else 1
+    while too_much(small):
         if tokens > 1024:
             tokens = max(1024, tokens // 2)
-        else:
+        elif layers > least:
             layers = max(least, layers // 2)
+        elif device.type == "cpu" and whole and _halves(whole, experts, tokens / recipe.data.tokens_per_batch):
+            experts //= 2
+        else:
+            break
         small = shrunk()
     return small
+
+
+def _halves(moe: MoESection, experts: int, tokens: float) -> bool:
+    """Whether half of `experts` would do, with `tokens` of the recipe's tokens, as a share: each has at most its rows in the whole
+    recipe, and a token still chooses."""
+    half, groups = experts // 2, moe.groups or 1
+    room = half // groups * (moe.groups_kept or 1)  # experts of the groups that a token chooses from
+    return experts % (2 * groups) == 0 and half >= 2 * moe.top_k and room >= moe.top_k and half >= moe.experts * tokens
+
+
+def _growth(names: Iterable[str], small: Recipe, load: Load, recipe: Recipe, full: Load, vocabulary: int) -> dict[str, float]:
+    """Part -> its closed-form work in the whole recipe over that in `small`: FLOPs where it has products, else bytes."""
+    loads = (replace(one, targets=one.real) for one in (load, full))  # a measured batch fills its targets up
+    here, there = (measure.works(names, r, vocabulary, one) for r, one in zip((small, recipe), loads, strict=True))
+    grown = {n: there[n].flops / w.flops if w.flops else there[n].bytes / w.bytes for n, w in here.items() if w.bytes}
+    return {name: grown[name if name in grown else "experts"] for name in names}
 
 
 def _whole_step(small: Recipe, recipe: Recipe, steps: Steps, parts: dict, vocabulary: int, full: Load) -> dict:
     """Seconds of the whole recipe's step on one device from what was measured of `small`.
 
-    One batch of the whole recipe takes, part by part, as long as the measured part times the ratio of layers (parts of the
-    blocks), tokens, and parameters (optimizer). With nothing reduced, all ratios are 1.
+    One batch of the whole recipe takes, part by part, as long as the measured part times the growth of its work. With nothing
+    reduced, it grows only by what a mean batch holds beyond the measured ones.
     """
-    outside = ("embedding", "head + loss")
-    layers = recipe.model.layers / small.model.layers
-    tokens = full.real / steps.load.real
-    weights = sum(parameters(recipe.model, vocabulary)) / sum(parameters(small.model, vocabulary))
+    ratios = _growth(parts, small, steps.load, recipe, full, vocabulary)
     here = small.training.tokens_per_step // small.data.tokens_per_batch
     batches = max(1, recipe.training.tokens_per_step // recipe.data.tokens_per_batch)
     marked = sum(p["seconds"] for n, p in parts.items() if n != "optimizer") * here + parts["optimizer"]["seconds"]
@@ -85,19 +108,18 @@ def _whole_step(small: Recipe, recipe: Recipe, steps: Steps, parts: dict, vocabu
     optimizer_s = parts["optimizer"]["seconds"] * scale
     batch_s = (steps.middle - optimizer_s - steps.wait_s) / here
     share = {n: p["seconds"] for n, p in parts.items() if n != "optimizer"}
-    grown = sum(s * tokens * (1 if n in outside else layers) for n, s in share.items()) / sum(share.values())
+    grown = sum(s * ratios[n] for n, s in share.items()) / sum(share.values())
     result = {
         "batch_s": batch_s * grown,
-        "optimizer_s": optimizer_s * weights,
+        "optimizer_s": optimizer_s * ratios["optimizer"],
         "batches_per_step": batches,
         "part_scale": scale,
     }
     result["step_s"] = result["batch_s"] * batches + result["optimizer_s"] + steps.wait_s
     for name, part in parts.items():
         # Seconds of ONE batch of the whole recipe (optimizer: of one step), scaled so that parts add up to the step.
-        ratio = weights if name == "optimizer" else tokens * (1 if name in outside else layers)
         for key in ("forward_s", "backward_s", "seconds"):
-            part[key] *= scale * ratio
+            part[key] *= scale * ratios[name]
     if steps.wait_s > 0:
         parts["data wait"] = {"forward_s": 0.0, "backward_s": 0.0, "seconds": steps.wait_s, "tflops": None, "gb_per_s": None}
     return result
@@ -124,7 +146,7 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
     parts = measure.parts(subject, shards, device, 3 if device.type == "cuda" else 1)
     measure.achieved(parts, small, vocabulary, undisturbed.load, ceiling)
     traced = traced_step(subject, shards, device, undisturbed.middle, trace, built.take)
-    if steps > half:
+    if steps > half and (device.type == "cuda" or sum(undisturbed.seconds) < SECONDS / 2):
         again = measure.whole_steps(subject, shards, device, 1, steps - half, SECONDS / 2, built.take)
         undisturbed = undisturbed.and_later(again)
     whole = _whole_step(small, recipe, undisturbed, parts, vocabulary, full)
@@ -133,6 +155,7 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
     peak = counts.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     flops = model_flops(recipe.model, vocabulary, full) * batches
     here = small.training.tokens_per_step // small.data.tokens_per_batch
+    few, many = (r.model.moe.experts if r.model.moe else None for r in (small, recipe))
     was_reduced = small.model.layers < recipe.model.layers or small.data.tokens_per_batch < recipe.data.tokens_per_batch
     return {
         "step_s": step_s,
@@ -150,6 +173,7 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
         "parts_label": _parts_label(small),
         "measured": {
             "layers": small.model.layers, "of_layers": recipe.model.layers,
+            "experts": few, "of_experts": many,
             "tokens_per_batch": small.data.tokens_per_batch, "of_tokens_per_batch": recipe.data.tokens_per_batch,
             "batches": here, "of_batches": batches,
             "step_s": undisturbed.middle, "steps": undisturbed.seconds,
@@ -173,7 +197,7 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
 
 def _how_measured(reduced: bool, fewer_batches: bool) -> str:
     if reduced:
-        return "scaled up by layers, tokens and parameters: a prediction, not a measurement"
+        return "each part scaled up by its work: a prediction, not a measurement"
     return "measured whole but for the batches, each of which counts as these" if fewer_batches else "measured whole"
 
 

@@ -83,9 +83,10 @@ def _bottleneck(results: dict) -> str:
     text = f"{worst['part'].capitalize()}, {_percent(worst['share'])} of a step. The recipe key {worst['key']} moves it: {worst['why']}."
     compiled = ("compiled" if results["compiled"] else "not compiled") + (", replayed as CUDA graphs" if results["replayed"] else "")
     experts = f"experts {results['experts']}, " if results["experts"] else ""
-    where = (
-        f"{measured['layers']} of {measured['of_layers']} layers, {measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,}"
-    )
+    fewer = measured.get("experts") != measured.get("of_experts")
+    some = f"{measured['experts']} of {measured['of_experts']} experts, " if fewer else ""
+    slots = f"{measured['tokens_per_batch']:,} of {measured['of_tokens_per_batch']:,}"
+    where = f"{measured['layers']} of {measured['of_layers']} layers, {some}{slots}"
     batches = f"{measured['batches']} of {measured['of_batches']} batches a step"
     facts = [
         f"Measured: {where} slots a batch, {batches}; {measured['label']}.",

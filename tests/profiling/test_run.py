@@ -7,12 +7,19 @@ import pytest
 import torch
 from rich.console import Console
 
+from bmoe import recipe as recipes
 from bmoe.errors import RequestError
+from bmoe.model import counts
 from bmoe.profiling import estimate, profile
 from bmoe.profiling.estimate import expected_load
+from bmoe.profiling.fit import with_values
+from bmoe.profiling.measure import Steps
 from bmoe.profiling.render import report
-from bmoe.profiling.run import implementations, reduced
+from bmoe.profiling.run import _whole_step, implementations, reduced
 from bmoe.profiling.synthetic import SyntheticShards
+from bmoe.profiling.work import Load
+from bmoe.recipe import Recipe
+from bmoe.reports.profile import parts as sections
 
 CPU = torch.device("cpu")
 FIXED = {"step_s", "tokens_per_s", "mfu", "parts", "memory", "unmet_conditions", "emulated", "predicted", "ratios"}
@@ -120,6 +127,93 @@ def test_what_is_too_large_is_reduced_and_scaled_up(recipe_of, build, monkeypatc
     assert found["measured"]["layers"] == 1 and found["measured"]["of_layers"] == 8
     # Eight layers and twice the tokens, four batches: between 8 and 64 times the reduced step's batch.
     assert 8 < found["step_s"] / (found["measured"]["step_s"] / 2) < 64
+    assert found["measured"]["experts"] == found["measured"]["of_experts"] == 4  # of which a token visits two
+
+
+def test_fewer_experts_are_said_and_only_the_optimizer_and_the_router_count_them(recipe_of, build, monkeypatch):
+    recipe = recipe_of(
+        data={"tokens_per_batch": 4096}, training={"tokens_per_step": 4096}, model={"layers": 1, "moe": {"experts": 16, "top_k": 2}}
+    )
+    monkeypatch.setattr("bmoe.profiling.run.SECONDS", 1e-3)
+    found = profile(recipe, build, device=CPU, steps=3)
+    measured = found["measured"]
+    assert (measured["experts"], measured["of_experts"]) == (4, 16) and len(measured["steps"]) == 2
+    assert "prediction, not a measurement" in measured["label"]
+    assert "1 of 1 layers, 4 of 16 experts, 1,024 of 4,096 slots a batch" in " ".join(console_text(report(found)).split())
+    assert "4 of 16 experts" in " ".join(sections(found))
+    small = with_values(with_values(recipe, "data", tokens_per_batch=1024), "training", tokens_per_step=1024)
+    small = with_values(small, "model", moe=recipe.model.moe.model_copy(update={"experts": 4}))
+    times = {name: {"forward_s": 1.0, "backward_s": 0.0, "seconds": 1.0} for name in ("router", "combine", "optimizer")}
+    steps = Steps([3.0], 0.0, Load(1024, 1000, 1.0, 1), 1.0, 0.0)
+    whole = _whole_step(small, recipe, steps, times, 33, Load(4096, 4000, 1.0, 1))
+    assert times["combine"]["seconds"] == 4 and times["router"]["seconds"] == 16  # its scores are of every expert
+    assert whole["batch_s"] == 20
+
+
+def test_each_part_grows_by_its_own_layers_and_attention_by_its_pairs(recipe_of):
+    """Of eight layers, one of them dense, two are measured, one of them dense; and of sequences of 4,000 tokens the first quarter."""
+    moe = {"experts": 4, "top_k": 2, "expert_width": 32, "dense_layers": 1}
+    recipe = recipe_of(
+        model={"layers": 8, "moe": moe}, data={"tokens_per_batch": 4096, "max_length": 4096}, training={"tokens_per_step": 4096}
+    )
+    small = with_values(with_values(recipe, "model", layers=2), "training", tokens_per_step=1024)
+    small = with_values(small, "data", tokens_per_batch=1024, max_length=1024)
+
+    def grown(pairs, whole_pairs):
+        names = ("norms", "ffn", "experts gemm 1", "dispatch", "attention", "head + loss", "optimizer")
+        times = {name: {"forward_s": 1.0, "backward_s": 0.0, "seconds": 1.0} for name in names}
+        _whole_step(small, recipe, Steps([7.0], 0.0, Load(1024, 1000, pairs, 200), 1.0, 0.0), times, 33, Load(4096, 4000, whole_pairs, 600))
+        return {name: time["seconds"] for name, time in times.items()}
+
+    found = grown(1000.0**2, 4000.0**2)
+    assert found["norms"] == 4 * 4 and found["ffn"] == 4 and found["experts gemm 1"] == found["dispatch"] == 4 * 7
+    assert found["head + loss"] == pytest.approx(4)
+    total = [counts.parameters(r.model, 33).total for r in (recipe, small)]
+    assert found["optimizer"] == pytest.approx(total[0] / total[1], rel=0.02)
+    assert grown(0.0, 0.0)["attention"] == 16 < found["attention"] < 64
+    assert grown(1e12, 16e12)["attention"] == pytest.approx(64, rel=1e-3)
+
+
+def test_experts_that_are_one_part_grow_as_one(recipe_of):
+    """An implementation without a first and a second product leaves the time after it to `combine`."""
+    recipe = recipe_of(model={"layers": 6})
+    times = {name: {"forward_s": 1.0, "backward_s": 0.0, "seconds": 1.0} for name in ("experts", "combine", "optimizer")}
+    load = Load(256, 250, 250 * 40.0, 37)
+    _whole_step(with_values(recipe, "model", layers=2), recipe, Steps([3.0], 0.0, load, 1.0, 0.0), times, 33, load)
+    assert times["experts"]["seconds"] == times["combine"]["seconds"] == 3  # times as many layers
+
+
+def many_experts(recipe_of, experts, top_k, tokens=16384, **moe):
+    model = {"layers": 3, "width": 1280, "heads": 20, "moe": {"experts": experts, "top_k": top_k, "expert_width": 768, **moe}}
+    return recipe_of(model=model, data={"tokens_per_batch": tokens, "max_length": 1024}, training={"tokens_per_step": 4 * tokens})
+
+
+@pytest.mark.parametrize(
+    "experts, top_k, tokens, moe, left",
+    [
+        (64, 8, 16384, {"dense_layers": 1}, 16),  # twice top_k
+        (64, 2, 16384, {}, 4),  # a 16th of the tokens, a 16th of the experts
+        (64, 2, 4096, {}, 16),  # a quarter of both
+        (64, 2, 1024, {}, 64),  # as many tokens as ever
+        (6, 2, 16384, {}, 6),  # three would be less than a choice of two
+        (12, 1, 16384, {}, 3),  # an odd number has no half
+        (64, 4, 16384, {"groups": 8, "groups_kept": 2}, 16),  # eight would leave two in the kept groups
+    ],
+)
+def test_of_many_experts_some_are_measured_on_a_cpu(recipe_of, experts, top_k, tokens, moe, left):
+    """Only there, only when fewer tokens and layers do not suffice, and never with more rows an expert than the recipe has."""
+    recipe = many_experts(recipe_of, experts, top_k, tokens, **moe)
+    small = reduced(recipe, SyntheticShards(recipe), CPU, 10, 0.001)
+    assert small.data.tokens_per_batch == 1024 and small.model.layers == 1 + moe.get("dense_layers", 0)
+    assert small.model.moe.experts == left
+    assert small.data.tokens_per_batch / small.model.moe.experts <= tokens / experts
+    Recipe.model_validate(small.model_dump())  # a recipe still
+
+
+def test_the_shipped_recipes_that_a_cpu_measures_lose_no_expert():
+    for name in ("esm2_moe_tiny", "esm2_moe_8m"):
+        recipe = recipes.load(recipes.find(name)[0])
+        assert reduced(recipe, SyntheticShards(recipe), CPU, 10, 0.1).model.moe == recipe.model.moe
 
 
 def test_estimate_needs_no_hardware(recipe_of):
