@@ -54,7 +54,7 @@ def unmet(kind: str, machine: Machine, model: ModelSection) -> list[str]:
     return [
         *_chip(kind, needs, machine),
         *_software(kind, needs, machine),
-        *_shapes(kind, needs, model),
+        *model_unmet(kind, model),
         *(
             ["Kernels: nvfp4 is emulated only, no implementation of the experts multiplies in it; set precision.emulate to true."]
             * (kind == "nvfp4")
@@ -92,12 +92,19 @@ def _software(kind: str, needs: _Needs, machine: Machine) -> list[str]:
     return found
 
 
-def _shapes(kind: str, needs: _Needs, model: ModelSection) -> list[str]:
+def model_unmet(kind: str, model: ModelSection) -> list[str]:
+    """What of `unmet` is the model's: it keeps the model from real arithmetic in `kind` on any machine."""
+    needs = NEEDS.get(kind)
+    if needs is None:
+        return []
     found = [
         f"Dimensions: {kind} needs {key} to be a multiple of {needs.multiple}, and it is {size}."
         for key, size in gemm_dimensions(model).items()
         if size % needs.multiple
     ]
+    if model.moe is None:
+        experts = f"Model: {kind} is a format of experts' products, and model.moe is null; emulate_linears can emulate it in dense layers."
+        return [experts, *found]
     whose = "the fused kernels" if kind == "fp8_row" else "Transformer Engine's experts"
     if model.ffn != "swiglu":
         found.append(f"Feed-forward: {whose} need model.ffn swiglu, and it is {model.ffn}.")

@@ -36,7 +36,7 @@ def expected_load(recipe: Recipe, shards) -> Load:
 
 
 def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: str | None = None) -> dict[str, dict]:
-    """Chip -> predicted step and memory, for every chip (or `only`) whose hardware has the precision.
+    """Chip -> predicted step and memory, for every chip (or `only`) that would run it (`lacks`).
 
     An emulated precision runs everywhere: its products at the speed of bf16, its rounding passes not counted, which the label says.
     `model_error` is None there and in fp32: no such time was held against the model; `model_error_label` says it in words.
@@ -70,15 +70,19 @@ def _as_computed(recipe: Recipe, chip: chips.Chip) -> Recipe:
     return with_values(memory.on_a_gpu(recipe, chip), "precision", kind="bf16", emulate=False)
 
 
-def lacks(recipe: Recipe, chip: chips.Chip) -> str | None:
-    """Why a chip has no prediction for the recipe's precision, and what to do; None if its hardware has it."""
+def lacks(recipe: Recipe, chip: chips.Chip) -> list[str]:
+    """Why a chip has no prediction for the recipe's precision, and what to do, one sentence each: the model or the hardware does
+    not have it. [] if it would run there."""
     kind = recipe.precision.kind
     needs = conditions.NEEDS.get(kind)
-    if recipe.precision.emulate or not needs or needs.lowest <= chip.capability < needs.below:
-        return None
-    able = [other.name for other in chips.CHIPS.values() if needs.lowest <= other.capability < needs.below]
-    here = f"{chip.name} has no {kind} (compute capability {conditions.dotted(chip.capability)}; it needs {needs.chip})"
-    return f"{here}: use {' or '.join(able)}, or another precision.kind"
+    if recipe.precision.emulate or not needs:
+        return []
+    found = conditions.model_unmet(kind, recipe.model)
+    if not needs.lowest <= chip.capability < needs.below:
+        able = [other.name for other in chips.CHIPS.values() if needs.lowest <= other.capability < needs.below]
+        here = f"{chip.name} has no {kind} (compute capability {conditions.dotted(chip.capability)}; it needs {needs.chip})"
+        found.append(f"{here}: use {' or '.join(able)}, or another precision.kind")
+    return found
 
 
 def _whole(step: dict) -> dict[str, dict]:
@@ -106,5 +110,5 @@ def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
     return {
         "world": world, "memory": sizes, "memory_on": shown, "predicted": predicted, "data": source,
         "label": "predicted from shapes, not measured",
-        "lacking": [sentence for one in asked if (sentence := lacks(recipe, one))],
+        "lacking": list(dict.fromkeys(sentence for one in asked for sentence in lacks(recipe, one))),
     }  # fmt: skip

@@ -67,7 +67,8 @@ def _lacking(results: dict) -> RenderableType:
     if results["left_out"]:
         lines.append(f"Left out, as no step of it runs here: {', '.join(results['left_out'])}.\n", style="default")
     numerics = "numerics below are emulated, " if results["emulated"].get("gradients") else ""
-    lines.append(f"So nothing was measured in it: {numerics}speed and memory predicted.", style="dim")
+    foretold = "speed and memory predicted" if results["predicted"] else "speed and memory not predicted, as this model has it on no chip"
+    lines.append(f"So nothing was measured in it: {numerics}{foretold}.", style="dim")
     return lines
 
 

@@ -210,14 +210,7 @@ def _parts_label(recipe: Recipe) -> str:
 
 def unmet(recipe: Recipe, here: machine.Machine) -> list[str]:
     """What this machine or the recipe lacks for the arithmetic of its precision, one sentence each; [] if it runs here."""
-    kind, model = recipe.precision.kind, recipe.model
-    if recipe.precision.emulate:
-        return []
-    found = conditions.unmet(kind, here, model)
-    if kind in predict.LOW and model.moe is None:
-        experts = f"Model: {kind} is a format of experts' products, and model.moe is null; emulate_linears can emulate it in dense layers."
-        return [experts, *(sentence for sentence in found if not sentence.startswith("Feed-forward"))]
-    return found
+    return [] if recipe.precision.emulate else conditions.unmet(recipe.precision.kind, here, recipe.model)
 
 
 def implementations(recipe: Recipe, device: torch.device, te_runs: bool) -> list[str]:

@@ -48,7 +48,8 @@ def _percent(value: float | None, digits: int = 0) -> str:
 
 def _lacking(results: dict) -> str:
     rounding = "its rounding is emulated, " if results["emulated"].get("gradients") else ""
-    kind, rest = results["precision"], f"{rounding}speed and memory are predicted."
+    foretold = "predicted" if results["predicted"] else "not predicted, as this model has it on no chip"
+    kind, rest = results["precision"], f"{rounding}speed and memory are {foretold}."
     text = f"{kind} does not run on this machine, so nothing below was measured in it: {rest}"
     if results["left_out"]:
         text += f" Left out, as no step of it runs here: {', '.join(results['left_out'])}."

@@ -69,6 +69,12 @@ def test_only_swiglu_without_bias():
     assert [sentence.split(":")[0] for sentence in found] == ["Feed-forward"] * 2
 
 
+def test_a_model_without_experts_has_nothing_to_multiply_in_it():
+    found = unmet("mxfp8", B200, ModelSection(moe=None, ffn="gelu", bias=True, width=1264, heads=4))
+    assert [sentence.split(":")[0] for sentence in found] == ["Model", "Dimensions"]  # no word on the form of experts that are not there
+    assert not unmet("bf16", B200, ModelSection(moe=None))
+
+
 def test_block_scaling_on_hopper_needs_a_newer_cublas():
     (sentence,) = unmet("fp8_block", H200, FLAGSHIP)
     assert "13.6" in sentence

@@ -14,6 +14,7 @@ from bmoe.profiling import estimate, profile
 from bmoe.profiling.estimate import expected_load
 from bmoe.profiling.fit import with_values
 from bmoe.profiling.measure import Steps
+from bmoe.profiling.render import estimate as show_estimate
 from bmoe.profiling.render import report
 from bmoe.profiling.run import _whole_step, implementations, reduced
 from bmoe.profiling.synthetic import SyntheticShards
@@ -94,7 +95,23 @@ def test_only_what_computes_in_a_precision_is_compared_in_it(recipe_of):
 def test_eight_bits_of_a_model_without_experts_are_no_measurement(recipe_of, build):
     """On a machine that has the format nothing else would stop it from timing bf16 under another name."""
     found = profile(recipe_of(model={"moe": None}), build, device=CPU, precision="mxfp8")
-    assert "model.moe is null" in found["unmet_conditions"][0] and found["step_s"] is None and found["emulated"]["gradients"]
+    assert any("model.moe is null" in sentence for sentence in found["unmet_conditions"])
+    assert found["step_s"] is None and found["emulated"]["gradients"] and found["predicted"] == {}
+    assert "not predicted, as this model has it on no chip" in console_text(report(found)) and "not predicted" in sections(found)[0]
+
+
+def test_a_model_whose_dimensions_do_not_fit_the_format_gets_no_time(recipe_of, build):
+    """16 divides 80 and 48, 32 does not: FP8 with one scale a tensor would run, MXFP8 would not."""
+    model = {"width": 80, "moe": {"experts": 4, "top_k": 2, "expert_width": 48}}
+    found = profile(recipe_of(model=model), build, device=CPU, precision="mxfp8")
+    assert found["predicted"] == {} and found["step_s"] is None and found["emulated"]["gradients"]
+    keys = [key for key in ("model.width", "model.moe.expert_width") if any(key in sentence for sentence in found["unmet_conditions"])]
+    assert len(keys) == 2
+    eight = {"kind": "fp8_current"}
+    assert set(estimate(recipe_of(model=model, precision=eight))["predicted"]) == {"h100", "h200", "b200", "gb200"}
+    odd = estimate(recipe_of(model=model | {"width": 72}, precision=eight))
+    assert odd["predicted"] == {} and odd["lacking"] == ["Dimensions: fp8_current needs model.width to be a multiple of 16, and it is 72."]
+    assert odd["lacking"][0] in " ".join(console_text(show_estimate(odd)).split())
 
 
 def test_experts_that_do_not_compute_in_the_precision_are_refused(recipe_of):
