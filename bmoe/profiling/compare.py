@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bmoe.errors import RequestError
 
+PASS = "pass two files that `bmoe profile RECIPE --json FILE` wrote"
 FEWEST = 3  # steps without which a run's 10-90 % range says nothing of its noise
 FLOOR = 0.02  # two runs of the same thing differ by this much on a quiet machine
 
@@ -14,12 +15,23 @@ def load(path: str | Path) -> dict:
     try:
         body = json.loads(Path(path).read_text())
     except OSError as problem:
-        raise RequestError(f"{path}: cannot read it ({problem.strerror}); give two files that `bmoe profile --json` wrote") from None
+        raise RequestError(f"{path}: cannot read it ({problem.strerror}); {PASS}") from None
     except ValueError:
-        raise RequestError(f"{path}: this is no JSON; give two files that `bmoe profile --json` wrote") from None
-    if not isinstance(body, dict) or body.get("command") != "profile" or not isinstance(body.get("results"), dict):
-        raise RequestError(f"{path}: this was not written by `bmoe profile --json`; give two files that were")
-    return body["results"] | {"settings": _flat(body.get("recipe") or {})}
+        raise RequestError(f"{path}: this is no JSON; {PASS}") from None
+    results, command = (body.get("results"), body.get("command")) if isinstance(body, dict) else (None, None)
+    if not isinstance(results, dict) or "step_s" not in results or command != "profile":
+        raise RequestError(f"{path}: {_instead(command, results or {})}; {PASS}")
+    return results | {"settings": _flat(body.get("recipe") or {})}
+
+
+def _instead(command: str | None, results: dict) -> str:
+    """What a JSON file is that is no profile."""
+    if command == "profile":
+        for key, what in (("differing", "the comparison of two profiles"), ("agree", "the check of --layouts")):
+            if key in results:
+                return f"this is {what}, no profile"
+        return "this profile has no step_s"
+    return f"this was written by `bmoe {command}`, and is no profile" if command else "this was not written by bmoe"
 
 
 def _flat(values: dict, prefix: str = "") -> dict[str, object]:
@@ -47,7 +59,9 @@ def compare(a: dict, b: dict) -> dict:
     """
     for name, results in (("first", a), ("second", b)):
         if not results.get("step_s"):
-            raise RequestError(f"--compare: the {name} file has no measured step (its precision did not run on that machine)")
+            raise RequestError(
+                f"--compare: the {name} file has no measured step, as its precision did not run there; pass profiles of one that did"
+            )
         if missing := {"step_s_low", "step_s_high", "tokens_per_s", "parts"} - results.keys():
             raise RequestError(f"--compare: the {name} file lacks {', '.join(sorted(missing))}; profile again and compare the new file")
     ratio = b["step_s"] / a["step_s"]

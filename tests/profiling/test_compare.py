@@ -55,6 +55,25 @@ def test_scaling_is_the_rate_of_a_rank():
     assert compare(results(1.0), results(2.0))["scaling"] == {"a": 1, "b": 1, "efficiency": pytest.approx(0.5)}
 
 
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ({"command": "profile", "results": compare(results(1.0), results(2.0))}, "this is the comparison of two profiles, no profile"),
+        ({"command": "profile", "results": {"agree": True, "layouts": []}}, "this is the check of --layouts"),
+        ({"command": "profile", "results": {"parts": {}}}, "this profile has no step_s"),
+        ({"command": "train", "results": {"step_s": 1.0}}, "written by `bmoe train`"),
+        ({"model": "of another program"}, "not written by bmoe"),
+        ({"command": "profile", "results": [1.0]}, "this profile has no step_s"),
+        ([results(1.0)], "not written by bmoe"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_called_what_it_is(tmp_path, body, said):
+    file = tmp_path / "some.json"
+    file.write_text(json.dumps(body))
+    with pytest.raises(RequestError, match=f"some.json: .*{said}.*; pass two files that `bmoe profile RECIPE --json FILE` wrote"):
+        load(file)
+
+
 def test_only_files_of_a_measured_profile(tmp_path):
     good = tmp_path / "good.json"
     good.write_text(json.dumps({"command": "profile", "results": results(1.0)}))
