@@ -5,7 +5,7 @@ NEAR = 0.5  # a part that reaches this share of its ceiling gains more from othe
 ONCE = ("optimizer", "data wait", "communication")  # parts of a step; all others are parts of one batch
 
 ADVICE = {
-    "attention": ("data.max_length", "attention grows with the square of the sequences' length"),
+    "attention": ("data.max_length", "most of its arithmetic is of pairs of tokens, whose number grows with the square of the length"),
     "experts gemm 1": ("backend.experts", "another implementation may get closer to the ceiling; compare with --experts all"),
     "experts gemm 2": ("backend.experts", "another implementation may get closer to the ceiling; compare with --experts all"),
     "experts": ("backend.experts", "another implementation of the experts may be faster; compare with --experts all"),
@@ -22,6 +22,7 @@ ADVICE = {
     "embedding": ("backend.compile", "embedding is a gather and a few elementwise passes"),
     "communication": ("training.tokens_per_step", "more batches a step share one exchange of weights and gradients"),
 }
+PROJECTIONS = ("model.width", "most of its arithmetic is of its projections, which grow with the square of the width and not with length")
 FASTER = ("precision.kind", "these products are near what this device computes in their precision; fewer bits compute faster")
 FEWER = ("model.moe.top_k", "these products are near what this CPU computes; a token that visits fewer experts needs less")
 
@@ -33,18 +34,18 @@ def shares(parts: dict[str, dict], batches: int) -> dict[str, float]:
     return {name: value / whole for name, value in seconds.items()}
 
 
-def bottleneck(parts: dict[str, dict], batches: int, busy: float | None = None, cpu: bool = False) -> dict:
+def bottleneck(parts: dict[str, dict], batches: int, scores: float, busy: float | None = None, cpu: bool = False) -> dict:
     """The part that takes longest of a step, the recipe key that moves it, and why.
 
-    `busy`: share of the step that the GPU computes, where known. A part of the experts whose `ceiling_share` is high asks for
-    other arithmetic instead of another implementation.
+    `scores`: `work.scores_share`. `busy`: share of the step that the GPU computes, where known. A part of the experts whose
+    `ceiling_share` is high asks for other arithmetic instead of another implementation.
     """
     if busy is not None and busy < BUSY:
         why = "the GPU waits for launches; give it more at once"
         return {"part": "idle", "share": 1 - busy, "key": "data.tokens_per_batch", "why": why}
     found = shares(parts, batches)
     name = max(found, key=found.__getitem__)
-    key, why = ADVICE[name]
+    key, why = PROJECTIONS if name == "attention" and scores < 0.5 else ADVICE[name]
     if name.startswith("experts") and (parts[name].get("ceiling_share") or 0.0) > NEAR and parts[name].get("bound") == "arithmetic":
         key, why = FEWER if cpu else FASTER
     return {"part": name, "share": found[name], "key": key, "why": why}

@@ -10,7 +10,7 @@ from bmoe.profiling import chips, fit, memory, predict, validation
 from bmoe.profiling.bottleneck import bottleneck
 from bmoe.profiling.fit import with_values
 from bmoe.profiling.synthetic import SyntheticShards
-from bmoe.profiling.work import Load
+from bmoe.profiling.work import Load, scores_share
 from bmoe.recipe import Recipe
 
 
@@ -58,7 +58,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
             "this_machine": chips.of_device(device_name) is chip,
             "model_error": known,
             "model_error_label": validation.in_words(known, recipe.precision.kind),
-            "bottleneck": bottleneck(_whole(result), result["batches_per_step"]),
+            "bottleneck": bottleneck(_whole(result), result["batches_per_step"], scores_share(recipe.model, load)),
         }
     return found
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from bmoe.parallel.traffic import Sizes, gathered_bytes, gathered_parameters, traffic
 from bmoe.profiling.chips import Chip
 from bmoe.profiling.memory import HOPPER, on_a_gpu
-from bmoe.profiling.work import Load, Part, Work, batch_parts, layout, model_flops, parameters
+from bmoe.profiling.work import Load, Part, Work, batch_parts, layout, model_flops, parameters, scores
 from bmoe.recipe import Recipe
 
 LOW = ("fp8_row", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
@@ -84,7 +84,7 @@ def part_seconds(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, e: Eff
     fp32 = kind == "fp32"
     rows = load.real * model.moe.top_k * (model.layers - model.moe.dense_layers) if model.moe else 0.0
     found = {}
-    core = 4.0 * load.pairs * model.width * (0.5 if model.kind == "decoder" else 1.0) * model.layers
+    core = scores(model, load) * model.layers
     peak = chip.bf16 / 16 if fp32 else chip.bf16  # fp32 without tensor cores: 67 TFLOP/s on Hopper, 1/15 of bf16
     for name, part in batch_parts(model, vocabulary, load, 4 if fp32 else 2).items():
         part = _fused(name, part, rows) if recipe.backend.experts == "triton" and chip.capability[0] == HOPPER else part

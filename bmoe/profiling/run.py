@@ -23,7 +23,7 @@ from bmoe.profiling.fit import with_values
 from bmoe.profiling.measure import Build, Steps, Subject, training_step
 from bmoe.profiling.race import Counts, Ours, Take, allocated, race, results_of
 from bmoe.profiling.trace import traced as traced_step
-from bmoe.profiling.work import Load, model_flops, parameters
+from bmoe.profiling.work import Load, model_flops, parameters, scores_share
 from bmoe.recipe import MoESection, Recipe
 
 SECONDS = 40.0  # for the measured steps; building and marked steps come on top
@@ -190,7 +190,9 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
             "rectangle": undisturbed.rectangle,
             "label": "shares: dummy tail of the slots; rows that alignment adds to the experts'; padding if a batch were a rectangle",
         },
-        "bottleneck": bottleneck(parts, batches, traced.get("gpu_busy_share"), device.type == "cpu"),
+        "bottleneck": bottleneck(
+            parts, batches, scores_share(recipe.model, full), traced.get("gpu_busy_share"), device.type == "cpu"
+        ),
         **traced,
     }  # fmt: skip
 

@@ -66,18 +66,29 @@ def _sum(*works: Work) -> Work:
     return total
 
 
+def scores(model: ModelSection, load: Load) -> float:
+    """FLOP of softmax(q k) v in one layer, forward, as masked."""
+    return 4.0 * load.pairs * model.width * (0.5 if model.kind == "decoder" else 1.0)
+
+
+def scores_share(model: ModelSection, load: Load) -> float:
+    """Share of attention's arithmetic, forward and backward, that grows with the sequences' length; the rest is its projections."""
+    part = layer_parts(model, load, 2)[0]["attention"]
+    return (1 + FLASH_BACKWARD) * scores(model, load) / (part.forward.flops + part.backward.flops)
+
+
 def layer_parts(model: ModelSection, load: Load, b: int) -> tuple[dict[str, Part], dict[str, Part]]:
     """Parts of one block: those every block has, and those of its feed-forward as (common, moe or dense)."""
     T, D = load.tokens, model.width
     qkv = D + 2 * (model.kv_heads or model.heads) * (D // model.heads)
     stream = T * D * b
     into, out = _gemm(T, D, qkv, b), _gemm(T, D, D, b)
-    scores = 4.0 * load.pairs * D * (0.5 if model.kind == "decoder" else 1.0)
+    core = scores(model, load)
     around = Work(0, T * qkv * b * 3 + stream * 2, 4)
     common = {
         "norms": Part(Work(0, 8 * stream, 4), Work(0, 10 * stream, 4)),
         "attention": Part(
-            _sum(into[0], out[0], Work(scores), around), _sum(into[1], out[1], Work(FLASH_BACKWARD * scores), around.times(2)), "attention"
+            _sum(into[0], out[0], Work(core), around), _sum(into[1], out[1], Work(FLASH_BACKWARD * core), around.times(2)), "attention"
         ),
     }
     if model.moe is None:
