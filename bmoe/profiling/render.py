@@ -99,6 +99,8 @@ def _headline(results: dict) -> RenderableType:
     if measured.get("experts") != measured.get("of_experts"):
         whole_or_not += f", {measured['experts']} of {measured['of_experts']} experts"
     table.add_row("measured", f"{whole_or_not}, {slots}, {batches}: {measured['label']}")
+    if "trace_label" in results:
+        table.add_row("trace", results["trace_label"])
     return table
 
 

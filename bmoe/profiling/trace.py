@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from bmoe.profiling import ranges
 from bmoe.profiling.measure import Subject, Take, loader, synchronise, training_step
+from bmoe.profiling.timeline import attached
 
 SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 READING = "aten::_local_scalar_dense"  # the host reads a number from a tensor; on a GPU it waits for it
@@ -70,8 +72,9 @@ def idle(kernels: list[tuple[str, float, float]], step_s: float) -> dict:
 def traced(
     subject: Subject, shards, device: torch.device, step_s: float, trace: str | Path | None = None, take: Take | None = None
 ) -> dict:
-    """One step under the profiler; `step_s`: what an undisturbed one takes. Writes the Chrome trace to `trace`. `take`: the
-    step as training takes it; None: `training_step`.
+    """One step under the profiler; `step_s`: what an undisturbed one takes. `take`: the step as training takes it; None:
+    `training_step`. Writes a Chrome trace to `trace`: of a second step, in which the model's parts are ranges, or of this one
+    where it is compiled or replayed; `trace_label` says which.
 
     Always: operators, the ten with the most time of their own; host_reads_per_step. On CUDA besides: kernels_per_step,
     kernels by kind with seconds and calls, syncs_per_step, and `idle`.
@@ -87,12 +90,21 @@ def traced(
             with torch.profiler.record_function(STEP):
                 take(batches) if take else training_step(subject, batches, device)
             synchronise(device)
-    if trace is not None:
+        whole = bool(subject.recipe.backend.compile) or subject.recipe.backend.graphs is True  # one piece, without borders inside
+        if trace is not None and not whole:
+            with torch.profiler.profile(activities=activities) as marked, attached(subject.model, points := ranges.Points(device)):
+                training_step(subject, batches, device, points)
+                synchronise(device)
+            ranges.write(marked, trace)
+    if trace is not None and whole:
         profiler.export_chrome_trace(str(trace))
     events = profiler.events()
     step = next(e.time_range for e in events if e.name == STEP and e.device_type == torch.autograd.DeviceType.CPU)
     host = [e.name for e in events if e.device_type == torch.autograd.DeviceType.CPU and step.start <= e.time_range.start <= step.end]
     result: dict = {"operators": _longest(profiler, device), "host_reads_per_step": host.count(READING)}
+    if trace is not None:
+        parts = "with the model's parts as ranges" if not whole else "without the model's parts: a compiled or replayed step has no borders"
+        result["trace_label"] = f"one step in {trace}, {parts}"
     if device.type != "cuda":
         return result
     kernels = [

@@ -93,6 +93,7 @@ def _bottleneck(results: dict) -> str:
         f"Measured: {where} slots a batch, {batches}; {measured['label']}.",
         f"It ran with {experts}attention {results['attention']}, {compiled}.",
         f"Model FLOPs utilisation is {results['mfu_formula']}.",
+        *([f"Trace: {results['trace_label']}."] if "trace_label" in results else []),
     ]
     return section("First bottleneck", items(facts), text=text)
 

@@ -1,5 +1,6 @@
 """The whole command on a small recipe: the fixed keys, consistency of its numbers, and reports for absent hardware."""
 
+import html
 import io
 import json
 
@@ -50,6 +51,9 @@ def test_a_measured_profile(recipe_of, build, tmp_path):
     assert found["measured"]["label"] == "measured whole" and len(found["measured"]["steps"]) == 4
     assert found["tokens_per_s"] == pytest.approx(expected_load(recipe, SyntheticShards(recipe)).real * 2 / found["step_s"], rel=0.05)
     assert json.loads(trace.read_text())["traceEvents"]
+    assert found["trace_label"] in " ".join(console_text(report(found)).split()) and found["trace_label"] in html.unescape(
+        " ".join(sections(found))
+    )
 
 
 def test_a_precision_this_machine_lacks(recipe_of, build):
