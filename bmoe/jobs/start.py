@@ -8,7 +8,7 @@ import torch
 from bmoe import console
 from bmoe.errors import RequestError
 from bmoe.jobs import train
-from bmoe.jobs.common import choose_device, ensure_data, write_json
+from bmoe.jobs.common import choose_device, write_json
 from bmoe.parallel import launch
 from bmoe.recipe import Recipe
 from bmoe.training import checkpoint
@@ -41,30 +41,40 @@ def start(recipe: Recipe, request: Request, limits: Limits) -> int:
         raise RequestError(
             f"--restarts {request.restarts}: another launcher started this rank, and restarts are its business (torchrun --max-restarts)"
         )
-    device, line = choose_device(request.device, request.gpus)
-    ranks = request.procs or 1
-    if device.type == "cuda":
-        ranks = request.gpus or torch.cuda.device_count()
-    if here is None and not launch.is_launched() and (ranks > 1 or request.restarts):
-        return start_ranks(recipe, request, device, ranks)
+    with launch.signals_to(limits.take):
+        device, line = choose_device(request.device, request.gpus)
+        ranks = request.procs or 1
+        if device.type == "cuda":
+            ranks = request.gpus or torch.cuda.device_count()
+        if here is None and not launch.is_launched() and (ranks > 1 or request.restarts):
+            return start_ranks(recipe, request, device, ranks, limits)
+        if here is None or (here.rank == 0 and not launch.is_launched()):  # `start_ranks` has said it of several
+            console.note(line)
+        return be_rank(recipe, request, device, limits)
+
+
+def be_rank(recipe: Recipe, request: Request, device: torch.device, limits: Limits) -> int:
+    """Train in this process, the only one or one of several. Returns the exit code."""
     limits.began = launch.began() or limits.began  # a restart takes no more time than was left
-    if here is None or (here.rank == 0 and not launch.is_launched()):  # `start_ranks` has said it of several
-        console.note(line)
     world = launch.world_from_environment(device.type)
     with launch.rank_of(world):
         outcome, folder, metrics = train.train(recipe, world, out=request.out, resume=request.resume, limits=limits)
-        if world.rank == 0:
+        if world.rank == 0 and metrics:
             write_json(request.json, "train", recipe, {"run": str(folder), **metrics})
             console.show(train.training_summary(outcome, folder, metrics))
-    if outcome.signal:
-        return 130 if outcome.signal == signal.SIGINT else 75
-    return 0
+    return exit_code(outcome.signal)
 
 
-def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: int) -> int:
+def exit_code(number: int) -> int:
+    """Of a run that signal `number` has ended; 0 is none."""
+    return (130 if number == signal.SIGINT else 75) if number else 0
+
+
+def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: int, limits: Limits) -> int:
     """Prepare the data if needed, start the ranks on this machine, wait. Returns the exit code."""
     folder = train.run_folder(recipe, request.out, request.resume)
-    ensure_data(recipe)
+    if train.prepared(recipe, limits) is None:
+        return exit_code(train.stopped_early(folder, limits)[0].signal)
     if ranks > 1:  # one process says it itself
         where = f"{ranks} GPUs ({torch.cuda.get_device_name(0)})" if device.type == "cuda" else f"the CPU as {ranks} processes"
         console.note(f"running on {where}")
@@ -76,7 +86,7 @@ def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: i
 
     resume = () if request.resume else ("--resume",)
     logs = folder.with_name(folder.name + ".logs")
-    code, reason = launch.run(request.arguments, ranks, logs, restarts=request.restarts, resume=resume, note=again)
+    code, reason = launch.run(request.arguments, ranks, logs, restarts=request.restarts, resume=resume, note=again, caught=limits.signals)
     if reason:
         console.error(reason)
     return code

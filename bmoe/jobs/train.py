@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from bmoe.interop.upcycle import initial_weights
 from bmoe.jobs.common import ensure_data, open_split
 from bmoe.model import counts
 from bmoe.model.transformer import Transformer
-from bmoe.parallel.launch import on_first
+from bmoe.parallel.launch import on_first, signals_to
 from bmoe.parallel.world import World
 from bmoe.precision.emulate import emulate
 from bmoe.profiling import chips, fit, render
@@ -34,31 +33,13 @@ from bmoe.training import checkpoint, setup, state
 from bmoe.training.loop import Outcome, Trainer
 from bmoe.training.metrics import MetricsLog
 from bmoe.training.optimizer import AdamW
-from bmoe.training.stopping import Limits
+from bmoe.training.stopping import Limits, Stopping
 from bmoe.training.tracking import Trackers
 
 RECIPE, RECIPE_PARTIAL = "recipe.yaml", "recipe.partial"  # of a run; the second is left by a kill in the first moment
 RESUMABLE = ("training.steps", "logging.", "checkpoint.", "parallel.", "backend.", "data.path")  # may differ on --resume
 DATA, LAYOUT = "data_sha256", "layout"  # of a checkpoint's meta.json
 BALANCE_SLOTS = 8192  # of the batches on which the routers of an upcycled model are balanced
-
-
-@contextmanager
-def signals_to(limits: Limits) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGUSR1 ask for a stop at the end of the step; a second Ctrl-C interrupts at once."""
-
-    def handler(number: int, _: object) -> None:
-        if limits.signal == signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        limits.signal = number
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def run_folder(recipe: Recipe, out: str | None, resume: bool) -> Path:
@@ -98,11 +79,15 @@ def check_same_data(newest: Path, shards: Shards) -> None:
 def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits: Limits) -> tuple[Outcome, Path, dict]:
     """Train a recipe: data if needed, training, report. Every rank of `world` calls it.
 
-    Returns how it ended, the folder, the last record of the metrics. Raises RequestError, RunError.
+    Returns how it ended, the folder, the last record of the metrics; none if a signal came before the first step. Raises
+    RequestError, RunError.
     """
     resolved, reasons = setup.resolve(recipe, world)
     world = world.arrange(resolved.parallel)
-    folder, data = on_first(world, lambda: begin(resolved, reasons, out, resume))
+    folder, data = on_first(world, lambda: begin(resolved, reasons, out, resume, limits))
+    stopping = Stopping(limits, world)
+    if stopping.asked():
+        return stopped_early(folder, limits, world.rank)
     resolved = recipes.load(folder / RECIPE)
     shards, valid = open_split(resolved, data, "train"), open_split(resolved, data, "valid")
 
@@ -119,6 +104,8 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
         check_same_data(newest, shards)
     model, optimizer = build(resolved, shards.alphabet, world, fresh=newest is None, shards=shards)
     progress = state.load_state(newest, model, optimizer, checked=True) if newest else state.Progress()
+    if stopping.asked():
+        return stopped_early(folder, limits, world.rank)
     if world.rank == 0:
         log = MetricsLog(folder / "metrics.jsonl")
         if resume and not newest:
@@ -131,7 +118,7 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
         return latest[0].metrics()
 
     view = console.TrainingView(resolved.name, resolved.training.steps, progress.step, shown=world.rank == 0)
-    with view, Trackers(resolved, folder, view, world.rank == 0, progress.step) as observer, signals_to(limits):
+    with view, Trackers(resolved, folder, view, world.rank == 0, progress.step) as observer:
         if newest:
             observer.note(f"resuming {folder} after step {progress.step:,}" + other_facts(newest, resolved, world))
         mfu = utilisation(resolved, shards.alphabet.size, world.device, world.size)
@@ -158,10 +145,43 @@ def first_of_host() -> bool:
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
-def begin(resolved: Recipe, reasons: dict[str, str], out: str | None, resume: bool) -> tuple[Path, Path]:
-    """On one rank: the run's folder with its recipe.yaml, and the folder of the data. Raises RequestError."""
+def way_on(folder: Path) -> str:
+    """Where a run goes on, as a part of a sentence."""
+    newest = checkpoint.newest_whole(folder / "checkpoints")
+    return f"--resume goes on from {newest}" if newest else "there is no checkpoint yet, and --resume starts from step 0"
+
+
+def stopped_early(folder: Path, limits: Limits, rank: int = 0) -> tuple[Outcome, Path, dict]:
+    """The end of a run that was asked to stop before its first step: there is nothing new to save."""
+    newest = checkpoint.newest_whole(folder / "checkpoints")
+    if rank == 0:
+        console.note(f"{signal.Signals(limits.signal).name} came before the first step; {way_on(folder)}")
+    return Outcome(checkpoint.read_meta(newest)["step"] if newest else 0, limits.signal, False), folder, {}
+
+
+def prepared(recipe: Recipe, limits: Limits) -> Path | None:
+    """`ensure_data`, which a signal interrupts at once; None if one has come (of Ctrl-C, KeyboardInterrupt)."""
+
+    def interrupt(number: int) -> None:
+        limits.signals.append(number)
+        raise KeyboardInterrupt
+
+    try:
+        with signals_to(interrupt):
+            return None if limits.signals else ensure_data(recipe)
+    except KeyboardInterrupt:
+        if limits.signal in (0, signal.SIGINT):
+            raise
+        return None
+
+
+def begin(resolved: Recipe, reasons: dict[str, str], out: str | None, resume: bool, limits: Limits) -> tuple[Path, Path | None]:
+    """On one rank: the run's folder with its recipe.yaml, and the folder of the data; None and no recipe.yaml if a signal has
+    come. Raises RequestError."""
     folder = run_folder(resolved, out, resume)
-    data = ensure_data(resolved)
+    data = prepared(resolved, limits)
+    if data is None:
+        return folder, None
     for split in ("train", "valid"):
         open_split(resolved, data, split)
     resolved = with_absolute_paths(resolved)

@@ -41,7 +41,7 @@ BEGAN = "BMOE_BEGAN"  # time.monotonic() of the command that started them
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher for each rank
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOST_PEER = "lost the connection to the other ranks"
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Place(NamedTuple):
@@ -227,6 +227,17 @@ def began() -> float | None:
     return float(os.environ[BEGAN]) if BEGAN in os.environ else None
 
 
+@contextmanager
+def signals_to(take: Callable[[int], None]) -> Iterator[None]:
+    """Every signal that asks for a stop is given to `take`, a SIGINT too."""
+    before = {number: signal.signal(number, lambda n, _: take(n)) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 class End(NamedTuple):
     """How a start of all ranks ended: exit code, why if a rank failed, and whether another start may end better."""
 
@@ -243,12 +254,14 @@ def run(
     restarts: int = 0,
     resume: tuple[str, ...] = (),
     note: Callable[[int, str], None] = lambda number, reason: None,
+    caught: list[int] | None = None,
 ) -> tuple[int, str | None]:
     """Start `procs` ranks of this program with `arguments` and wait. Returns the exit code and, if a rank failed, why.
 
     code: what a rank runs, with `arguments` as sys.argv[1:]. logs: folder for the ranks' output and error files; those of
     restart N go into restart-N there. restarts: how often all ranks may be started anew, with the further arguments `resume`;
-    `note` is told of each (its number from 1, what ended the start before).
+    `note` is told of each (its number from 1, what ended the start before). caught: signals that have come already, for the
+    ranks; grows.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_reason` says it in one sentence
     if procs > 1:
@@ -256,22 +269,20 @@ def run(
     os.environ[BEGAN] = str(time.monotonic())
     for old in logs.glob("restart-*"):
         shutil.rmtree(old, ignore_errors=True)
-    caught: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: caught.append(n)) for number in FORWARDED}
+    caught = [] if caught is None else caught
     try:
-        for number in range(restarts + 1):
-            end = _start_once(
-                [*arguments, *(resume if number else ())], procs, logs / f"restart-{number}" if number else logs, code, caught
-            )
-            if not end.again or caught:
-                return end.code, end.reason
-            if number < restarts:
-                note(number + 1, end.reason)
+        with signals_to(caught.append):
+            for number in range(restarts + 1):
+                end = _start_once(
+                    [*arguments, *(resume if number else ())], procs, logs / f"restart-{number}" if number else logs, code, caught
+                )
+                if not end.again or caught:
+                    return end.code, end.reason
+                if number < restarts:
+                    note(number + 1, end.reason)
         return end.code, end.reason + (f"; given up after {restarts} restart{'s' * (restarts > 1)}" if restarts else "")
     finally:
         del os.environ[BEGAN]
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _start_once(arguments: list[str], procs: int, logs: Path, code: str, caught: list[int]) -> End:

@@ -1,7 +1,8 @@
 """When to stop: limits, and how the ranks agree on them without a host ever waiting for its device.
 
 Each rank's wish travels with the step's totals, in the all-reduce that is made anyway before the step's backward passes, and
-is read after the step was launched. So all ranks stop after the same step: at the latest the one after the wish.
+is read after the step was launched. So all ranks stop after the same step: at the latest the one after the wish. Before the
+first step they ask each other (`Stopping.asked`): data and weights may have taken longer than a scheduler waits.
 """
 
 import signal
@@ -16,12 +17,23 @@ from bmoe.parallel.world import World
 
 @dataclass
 class Limits:
-    """When to stop before `training.steps`: after a step, after seconds since `began`, or when `signal` is set (by a handler)."""
+    """When to stop before `training.steps`: after a step, after seconds since `began`, or when one of `signals` has come."""
 
     stop_at: int | None = None
     max_seconds: float | None = None
-    signal: int = 0
+    signals: list[int] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def signal(self) -> int:
+        """The last one that came; 0 if none did."""
+        return self.signals[-1] if self.signals else 0
+
+    def take(self, number: int) -> None:
+        """What a handler does: a signal asks for a stop at the end of the step; a second Ctrl-C interrupts at once."""
+        if number == self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signals.append(number)
 
 
 class Stopping:
@@ -51,6 +63,11 @@ class Stopping:
         if self.copied is not None:
             self.copied.synchronize()
         late, interrupted, terminated = self.votes.tolist()
-        if interrupted or terminated:
-            self.limits.signal = self.limits.signal or (signal.SIGTERM if terminated else signal.SIGINT)
+        if (interrupted or terminated) and not self.limits.signals:
+            self.limits.signals.append(signal.SIGTERM if terminated else signal.SIGINT)
         return bool(late or interrupted or terminated)
+
+    def asked(self) -> bool:
+        """Whether a signal has come to any rank, outside a step. Collective."""
+        self.count(self.world.sum(torch.tensor(self.wishes()).to(self.world.device)))
+        return self.decided() and self.limits.signal != 0

@@ -259,7 +259,7 @@ def interrupted(rank: int, size: int, layout: tuple[int, int, int], folder: str)
     def step(batches, lr, number, stopping):
         result = step_of(batches, lr, number, stopping)
         if rank == 1 and number == 3:
-            limits.signal = signal.SIGTERM
+            limits.take(signal.SIGTERM)
         return result
 
     trainer._step = step

@@ -16,8 +16,9 @@ caught: list[int] = []
 
 
 def play(scene: str, folder: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: caught.append(number))
     world = world_from_environment("cpu")
-    signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
     with rank_of(world):
         total = world.sum(torch.tensor(world.rank + 1))
         (folder / f"sum-{world.rank}").write_text(str(int(total)))

@@ -95,6 +95,10 @@ def test_a_signal_reaches_all_ranks_and_asks_for_a_requeue(tmp_path):
     assert play("signal", tmp_path) == (75, None)
 
 
+def test_a_signal_that_came_before_the_ranks_is_for_them(tmp_path):
+    assert launch.run(["signal", str(tmp_path)], 2, tmp_path / "logs", PROGRAM, caught=[signal.SIGUSR1]) == (75, None)
+
+
 def test_ranks_save_and_leave_when_the_launcher_is_killed(tmp_path):
     code = f"from pathlib import Path; from bmoe.parallel import launch; launch.run(['signal', {str(tmp_path)!r}], 2, "
     code += f"Path({str(tmp_path / 'logs')!r}), {PROGRAM!r})"

@@ -4,11 +4,14 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bmoe import cli
+from bmoe.jobs import common, train
+from bmoe.parallel import launch
 from tests_tiny import tiny
 
 
@@ -23,10 +26,83 @@ def test_a_signal_saves_and_leaves_with_75(tmp_path, monkeypatch, number):
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
-    train = ["train", "tiny.yaml", "--device", "cpu", "--out", "run"]
-    assert cli.run(train) == 75
+    command = ["train", "tiny.yaml", "--device", "cpu", "--out", "run"]
+    assert cli.run(command) == 75
     saved = Path("run/checkpoints/latest").read_text().strip()
     step = int(saved.removeprefix("step-"))
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == step
-    assert cli.run([*train, "--resume", "--stop-at", str(step + 1)]) == 0
+    assert cli.run([*command, "--resume", "--stop-at", str(step + 1)]) == 0
     assert Path("run/checkpoints/latest").read_text().strip() == f"step-{step + 1:010d}"
+
+
+def signal_at(monkeypatch, moment: str, number: int):
+    """Send this process a signal when `train` comes to a function of its own; does so once."""
+    module, _, name = moment.rpartition(".")
+    module = {"": train, "state": train.state, "common": common}[module]
+    function = getattr(module, name)
+
+    def sent(*arguments, **options):
+        monkeypatch.setattr(module, name, function)
+        os.kill(os.getpid(), number)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, sent)
+
+
+@pytest.mark.parametrize("moment", ["ensure_data", "common.prepare", "open_split", "build"])
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_before_the_first_step_ends_the_run_in_one_sentence(tmp_path, monkeypatch, capsys, moment, number, code):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(tiny())
+    command = ["train", "tiny.yaml", "--device", "cpu", "--out", "run", "--resume"]
+    signal_at(monkeypatch, moment, number)
+    assert cli.run(command) == code
+    told = capsys.readouterr().err
+    if number == signal.SIGINT and moment in ("ensure_data", "common.prepare"):  # a preparation has a sentence of its own
+        assert "interrupted; train and prepare go on from what they have saved with --resume" in told
+    else:
+        sentence = f"{signal.Signals(number).name} came before the first step; there is no checkpoint yet, and --resume starts from step 0"
+        assert told.count(sentence) == 1
+    assert not Path("run/checkpoints").exists() and not Path("run/metrics.jsonl").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert cli.run(command) == 0
+
+
+@pytest.mark.parametrize("moment", ["open_split", "build", "state.load_state"])
+def test_a_run_that_did_not_go_on_saves_nothing_again(tmp_path, monkeypatch, capsys, moment):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(tiny())
+    command = ["train", "tiny.yaml", "--device", "cpu", "--out", "run"]
+    assert cli.run([*command, "--stop-at", "2"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("run/checkpoints").rglob("*")}
+    signal_at(monkeypatch, moment, signal.SIGTERM)
+    assert cli.run([*command, "--resume"]) == 75
+    assert "SIGTERM came before the first step; --resume goes on from run/checkpoints/step-0000000002\n" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in Path("run/checkpoints").rglob("*")} == before
+    assert cli.run([*command, "--resume"]) == 0
+    assert "resuming run after step 2" in capsys.readouterr().err
+
+
+RANK_1_IS_SENT_SIGTERM = """
+import os, signal
+from bmoe import cli
+from bmoe.jobs import train
+build = train.build
+def sent(recipe, letters, world, **options):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return build(recipe, letters, world, **options)
+train.build = sent
+cli.main()
+"""
+
+
+def test_ranks_agree_on_a_stop_before_the_first_step(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent.parent))
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(tiny(training={"tokens_per_step": 512}, parallel={"expert": 2}))
+    monkeypatch.setattr(launch, "run", partial(launch.run, code=RANK_1_IS_SENT_SIGTERM))
+    assert cli.run(["train", "tiny.yaml", "--device", "cpu", "--procs", "2", "--out", "run"]) == 75
+    told = capfd.readouterr().err
+    assert told.count("SIGTERM came before the first step; there is no checkpoint yet") == 1 and "error" not in told
+    assert not Path("run/checkpoints").exists()

@@ -47,7 +47,7 @@ def test_a_signal_saves_within_the_step(undisturbed, tmp_path):
 
     def after(record: dict) -> None:
         if record["step"] == 3:
-            limits.signal = signal.SIGTERM  # what the handler does, while step 3 is being reported
+            limits.take(signal.SIGTERM)  # what the handler does, while step 3 is being reported
 
     outcome, _ = runs.train(tmp_path, runs.make_recipe(10), limits=limits, observer=runs.Watcher(after))
     assert (outcome.step, outcome.signal) == (4, signal.SIGTERM)
