@@ -76,9 +76,14 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
 def slurm_address(environment: Mapping[str, str]) -> tuple[str, int]:
     """(host, port) where the ranks of a Slurm step meet: its first node, and a port from the job's number.
 
-    The node list is Slurm's notation, `gpu[03-05,9],login1`.
+    The node list is Slurm's notation, `gpu[03-05,9],login1`. Raises RequestError outside Slurm.
     """
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or "localhost"
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST")
+    if not nodes:
+        raise RequestError(
+            "RANK and WORLD_SIZE name a rank of several, and MASTER_ADDR and MASTER_PORT do not say where they meet: start the ranks by "
+            "torchrun, which sets them, or set them on every rank to the machine of rank 0 and a free port there"
+        )
     first = re.match(r"([^\[,]+)(?:\[([^\],\-]+)[^\]]*\])?([^,\[]*)", nodes)
     host = "".join(part or "" for part in first.groups()) if first else nodes
     return host, 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 20_000
@@ -87,7 +92,7 @@ def slurm_address(environment: Mapping[str, str]) -> tuple[str, int]:
 def world_from_environment(device: str) -> World:
     """Join the other ranks, if the environment names any. `device`: "cpu" or "cuda". The world has no mesh yet.
 
-    Raises RequestError if this rank has no GPU, FaultError if the others do not come.
+    Raises RequestError if this rank has no GPU or knows no meeting place, FaultError if the others do not come.
     """
     found = place()
     if found is None:
@@ -102,9 +107,10 @@ def world_from_environment(device: str) -> World:
             raise RequestError(f"rank {found.rank} wants GPU {index} of its machine, which shows {visible}; start fewer ranks there")
         here = torch.device("cuda", index)
         torch.cuda.set_device(here)
-    if "MASTER_ADDR" not in os.environ:
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         host, port = slurm_address(os.environ)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        os.environ.setdefault("MASTER_ADDR", host)
+        os.environ.setdefault("MASTER_PORT", str(port))
     if is_launched():
         _report_to_launcher(found.rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from bmoe import cli
 from bmoe.errors import RequestError
 from bmoe.jobs.common import load_recipe
 from bmoe.parallel import launch
@@ -57,6 +58,16 @@ def test_slurm_ranks_meet_on_the_first_node(nodes, host):
     found, port = launch.slurm_address({"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "1234567"})
     assert found == host
     assert 20_000 <= port < 40_000
+
+
+@pytest.mark.parametrize("half", [{}, {"MASTER_ADDR": "localhost"}, {"MASTER_PORT": "29500"}])
+def test_a_rank_that_knows_no_meeting_place_is_refused_at_once(half, monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **half}.items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    assert cli.run(["train", "esm2_moe_tiny", "--device", "cpu", "--out", "unused"]) == 2
+    told = capsys.readouterr().err
+    assert "MASTER_ADDR and MASTER_PORT" in told and "torchrun" in told and time.monotonic() - began < 60
 
 
 def test_ranks_meet_once_if_all_is_well(tmp_path):
