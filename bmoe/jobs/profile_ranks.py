@@ -101,12 +101,12 @@ def start_ranks(request: Request, device: torch.device, ranks: int) -> int:
     where = f"{ranks} GPUs ({torch.cuda.get_device_name(0)})" if device.type == "cuda" else f"the CPU as {ranks} processes"
     console.note(f"running on {where}")
     logs = Path(tempfile.mkdtemp(prefix="bmoe-profile-"))
-    code, reason = launch.run(request.arguments, ranks, logs)
-    if reason:
-        console.error(reason)
-    if code == 0:
+    end = launch.run(request.arguments, ranks, logs)
+    if end.reason:
+        console.error(end.reason)
+    if end.code == 0:
         shutil.rmtree(logs)
-    return code
+    return end.code
 
 
 def profile(recipe: Recipe, request: Request, world: World) -> dict:

@@ -86,7 +86,7 @@ def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: i
 
     resume = () if request.resume else ("--resume",)
     logs = folder.with_name(folder.name + ".logs")
-    code, reason = launch.run(request.arguments, ranks, logs, restarts=request.restarts, resume=resume, note=again, caught=limits.signals)
-    if reason:
-        console.error(reason)
-    return code
+    end = launch.run(request.arguments, ranks, logs, restarts=request.restarts, resume=resume, note=again, caught=limits.signals)
+    if end.reason:
+        console.error(f"{end.reason}; {train.way_on(folder)}" if end.again else end.reason)
+    return end.code

@@ -261,8 +261,8 @@ def run(
     resume: tuple[str, ...] = (),
     note: Callable[[int, str], None] = lambda number, reason: None,
     caught: list[int] | None = None,
-) -> tuple[int, str | None]:
-    """Start `procs` ranks of this program with `arguments` and wait. Returns the exit code and, if a rank failed, why.
+) -> End:
+    """Start `procs` ranks of this program with `arguments` and wait.
 
     code: what a rank runs, with `arguments` as sys.argv[1:]. logs: folder for the ranks' output and error files; those of
     restart N go into restart-N there. restarts: how often all ranks may be started anew, with the further arguments `resume`;
@@ -283,10 +283,10 @@ def run(
                     [*arguments, *(resume if number else ())], procs, logs / f"restart-{number}" if number else logs, code, caught
                 )
                 if not end.again or caught:
-                    return end.code, end.reason
+                    return end
                 if number < restarts:
                     note(number + 1, end.reason)
-        return end.code, end.reason + (f"; given up after {restarts} restart{'s' * (restarts > 1)}" if restarts else "")
+        return end._replace(reason=end.reason + f"; given up after {restarts} restart{'s' * (restarts > 1)}") if restarts else end
     finally:
         del os.environ[BEGAN]
 
@@ -361,11 +361,13 @@ def _explain(failures: Mapping[int, Any], sent: int, logs: Path, procs: int) -> 
 
     rank, failure = min(failures.items(), key=order)
     code, reason = failure.exitcode, left[rank]
-    if code in (75, 130) or (sent and code == -sent):
+    if code in (75, 130):
         return End(130 if sent == signal.SIGINT else 75, None)
     if reason is not None:
         return reason
     who = f"rank {rank}" if procs > 1 else "the process"
+    if sent and code == -sent:  # so early that it knew no signals yet
+        return End(130 if sent == signal.SIGINT else 75, f"{who} was ended by {signal.Signals(sent).name} before it began", again=True)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
     errors = logs / f"rank-{rank}.err"  # rank 0 has written to the terminal

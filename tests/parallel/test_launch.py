@@ -71,7 +71,7 @@ def test_a_rank_that_knows_no_meeting_place_is_refused_at_once(half, monkeypatch
 
 
 def test_ranks_meet_once_if_all_is_well(tmp_path):
-    assert play("all is well", tmp_path, restarts=2) == (0, None)
+    assert play("all is well", tmp_path, restarts=2) == (0, None, False)
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["3", "3"]
     assert (tmp_path / "starts-1").read_text() == "\n" and not (tmp_path / "logs" / "restart-1").exists()
 
@@ -92,6 +92,11 @@ def test_a_killed_rank_s_output_is_named_if_there_is_any(tmp_path, written, poin
         timestamp: int
 
     (tmp_path / "rank-1.err").write_text(written)
+    assert launch._explain({1: Failure(-signal.SIGTERM, 7)}, signal.SIGTERM, tmp_path, 2) == (
+        75,
+        "rank 1 was ended by SIGTERM before it began",
+        True,
+    )
     end = launch._explain({1: Failure(-signal.SIGKILL, 7)}, 0, tmp_path, 2)
     assert end.reason.startswith("rank 1 was killed by SIGKILL") and end.again
     assert (f"see {tmp_path}/rank-1.err" in end.reason) is pointed
@@ -103,11 +108,11 @@ def test_a_signal_reaches_all_ranks_and_asks_for_a_requeue(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=send, daemon=True).start()
-    assert play("signal", tmp_path) == (75, None)
+    assert play("signal", tmp_path) == (75, None, False)
 
 
 def test_a_signal_that_came_before_the_ranks_is_for_them(tmp_path):
-    assert launch.run(["signal", str(tmp_path)], 2, tmp_path / "logs", PROGRAM, caught=[signal.SIGUSR1]) == (75, None)
+    assert launch.run(["signal", str(tmp_path)], 2, tmp_path / "logs", PROGRAM, caught=[signal.SIGUSR1]) == (75, None, False)
 
 
 def test_ranks_save_and_leave_when_the_launcher_is_killed(tmp_path):

@@ -35,10 +35,10 @@ _spec.loader.exec_module(runs)
 )
 def test_what_may_pass_is_tried_again_as_often_as_allowed(tmp_path, scene, restarts, starts, code, words):
     told: list[str] = []
-    found, sentence = launch.run(
+    found, sentence, again = launch.run(
         [scene, str(tmp_path)], 2, tmp_path / "logs", PROGRAM, restarts, ("--resume",), lambda n, reason: told.append(f"{n}: {reason}")
     )
-    assert found == code
+    assert found == code and again == (starts > 1)
     begun = (tmp_path / "starts-1").read_text().splitlines()
     assert begun == ["", *["--resume"] * (starts - 1)]
     assert [line[:3] for line in told] == [f"{n}: " for n in range(1, starts)] and all(words in line for line in told)
@@ -68,11 +68,11 @@ def test_a_rank_leaves_whether_its_end_may_pass(tmp_path, monkeypatch, error, ag
     assert str(error) in left["message"] and (left["extraInfo"]["again"], left["errorCode"]) == (again, code)
 
 
-def killer(folder: Path) -> None:
-    """Kill rank 1 once, when a checkpoint has come."""
+def killer(folder: Path, what: str = "checkpoints/step-*[0-9]") -> None:
+    """Kill rank 1 once, when a file of the run has come."""
 
     def kill() -> None:
-        while runs.checkpoint.newest_whole(folder / "checkpoints") is None:
+        while not list(folder.glob(what)):
             time.sleep(0.02)
         os.kill(int(Path(os.environ[launch.PIDS], "1").read_text()), signal.SIGKILL)
 
@@ -98,6 +98,24 @@ def test_the_command_says_it_in_one_line_and_goes_on(tmp_path, monkeypatch, capf
     assert cli.run([*train[:4], "--out", "alone", "--restarts", "1"]) == 2
     refused = capfd.readouterr().err
     assert "torchrun --max-restarts" in refused and not Path("alone").exists()
+
+
+@pytest.mark.parametrize(
+    "what, every, words",
+    [
+        ("checkpoints/step-*[0-9]", 1, "--resume goes on from run/checkpoints/step-00000"),
+        ("metrics.jsonl", 100_000, "there is no checkpoint yet, and --resume starts from step 0"),
+    ],
+)
+def test_without_restarts_a_killed_rank_s_sentence_says_where_to_go_on(tmp_path, monkeypatch, capfd, what, every, words):
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent.parent))
+    monkeypatch.chdir(tmp_path)
+    training = {"steps": 100_000, "tokens_per_step": 512}
+    Path("tiny.yaml").write_text(tiny(training=training, checkpoint={"every": every, "keep": 3}, logging={"every": 1}))
+    killer(Path("run"), what)
+    assert cli.run(["train", "tiny.yaml", "--device", "cpu", "--procs", "2", "--out", "run"]) == 1
+    (told,) = [line for line in capfd.readouterr().err.splitlines() if "rank 1 was killed by SIGKILL" in line]
+    assert words in told
 
 
 def test_a_restart_has_no_more_time_than_was_left(monkeypatch):

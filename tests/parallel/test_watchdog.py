@@ -13,7 +13,7 @@ PROGRAM = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'launched.
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_named(tmp_path):
-    code, sentence = launch.run(["one hangs", str(tmp_path)], 2, tmp_path / "logs", PROGRAM)
+    code, sentence, _ = launch.run(["one hangs", str(tmp_path)], 2, tmp_path / "logs", PROGRAM)
     assert code == 1
     assert "rank 1 is in no collective but at launched.py:" in sentence, sentence
     assert "in step 7" in sentence and "the others wait in all_reduce at bmoe/parallel/world.py" in sentence
