@@ -104,7 +104,7 @@ def start_ranks(request: Request, device: torch.device, ranks: int) -> int:
     end = launch.run(request.arguments, ranks, logs)
     if end.reason:
         console.error(end.reason)
-    if end.code == 0:
+    if end.code in (0, 2):  # done, or refused in one sentence
         shutil.rmtree(logs)
     return end.code
 

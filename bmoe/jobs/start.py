@@ -1,5 +1,6 @@
 """How `bmoe train` starts: in this process, as one rank of a launcher's, or by starting the ranks itself."""
 
+import shutil
 import signal
 from typing import NamedTuple
 
@@ -86,7 +87,10 @@ def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: i
 
     resume = () if request.resume else ("--resume",)
     logs = folder.with_name(folder.name + ".logs")
+    first = not logs.exists()
     end = launch.run(request.arguments, ranks, logs, restarts=request.restarts, resume=resume, note=again, caught=limits.signals)
+    if first and end.code == 2:  # a refused request: its sentence is all that the ranks had to say
+        shutil.rmtree(logs)
     if end.reason:
         console.error(f"{end.reason}; {train.way_on(folder)}" if end.again else end.reason)
     return end.code

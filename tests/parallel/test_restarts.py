@@ -47,6 +47,19 @@ def test_what_may_pass_is_tried_again_as_often_as_allowed(tmp_path, scene, resta
     assert launch.BEGAN not in os.environ and launch.PIDS not in os.environ
 
 
+def test_a_refused_request_leaves_no_logs_behind_and_takes_none_away(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent.parent))
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(tiny(training={"tokens_per_step": 512}))
+    command = ["train", "tiny.yaml", "--device", "cpu", "--procs", "2", "--set", "precision.kind=fp8_block"]
+    assert cli.run([*command, "--out", "new"]) == 2
+    assert "needs an NVIDIA GPU" in capfd.readouterr().err and not Path("new.logs").exists()
+    Path("old.logs").mkdir()
+    Path("old.logs/rank-7.err").write_text("of the start before")
+    assert cli.run([*command, "--out", "old"]) == 2
+    assert Path("old.logs/rank-7.err").is_file()
+
+
 @pytest.mark.parametrize(
     "error, again, code",
     [
