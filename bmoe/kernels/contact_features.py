@@ -24,6 +24,9 @@ from bmoe.kernels.sizes import next_power_of_2
 BLOCK = 64
 """Tokens of a tile's rows and of its columns."""
 
+WARPS = 8
+"""With four, a tile of the features takes all 255 registers of a thread (bf16, d 64, sm_90); with eight 128, and none spills."""
+
 
 @triton.jit
 def _tokens(x_LTHd, begin, token, inside, layer_stride, heads, d, D: tl.constexpr):
@@ -31,8 +34,8 @@ def _tokens(x_LTHd, begin, token, inside, layer_stride, heads, d, D: tl.constexp
     a = tl.program_id(1)
     at = (a // heads).to(tl.int64) * layer_stride + (a % heads) * d
     column = tl.arange(0, D)
-    place = (begin + token).to(tl.int64)[:, None] * (heads * d) + column[None, :]
-    return tl.load(x_LTHd + at + place, mask=inside[:, None] & (column < d)[None, :], other=0.0)
+    place = token[:, None] * (heads * d) + column[None, :]
+    return tl.load(x_LTHd + at + begin * heads * d + place, mask=inside[:, None] & (column < d)[None, :], other=0.0)
 
 
 @triton.jit
@@ -46,8 +49,8 @@ def _normaliser_kernel(
     CAUSAL: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     sequence, block = tl.load(blocks_2N + tl.program_id(0)), tl.load(blocks_2N + blocks + tl.program_id(0))
-    begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence)
-    i = block * B + tl.arange(0, B)
+    begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence).to(tl.int32)
+    i = block.to(tl.int32) * B + tl.arange(0, B)
     q = _tokens(q_LTHd, begin, i, i < n, layer_stride, heads, d, D)
     top = tl.full([B], float("-inf"), tl.float32)
     total = tl.zeros([B], tl.float32)
@@ -70,9 +73,9 @@ def _sums_kernel(
     CAUSAL: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     sequence, block = tl.load(blocks_2N + tl.program_id(0)), tl.load(blocks_2N + blocks + tl.program_id(0))
-    begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence)
+    begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence).to(tl.int32)
     at = tl.program_id(1).to(tl.int64) * T + begin
-    i = block * B + tl.arange(0, B)
+    i = block.to(tl.int32) * B + tl.arange(0, B)
     q_i = _tokens(q_LTHd, begin, i, i < n, layer_stride, heads, d, D)
     k_i = _tokens(k_LTHd, begin, i, i < n, layer_stride, heads, d, D)
     z_i = tl.load(z_AT + at + i, mask=i < n, other=0.0)
@@ -97,12 +100,12 @@ def _features_kernel(
 ):  # fmt: skip
     tile = tiles_3N + tl.program_id(0)
     sequence = tl.load(tile)
-    begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence)
+    begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence).to(tl.int32)
     at = tl.program_id(1).to(tl.int64) * T + begin
-    i = tl.load(tile + tiles) * B + tl.arange(0, B)
-    j = tl.load(tile + 2 * tiles) * B + tl.arange(0, B)
+    i = tl.load(tile + tiles).to(tl.int32) * B + tl.arange(0, B)
+    j = tl.load(tile + 2 * tiles).to(tl.int32) * B + tl.arange(0, B)
     inside = (i < n)[:, None] & (j < n)[None, :]
-    pair = tl.load(pair_Q + tl.load(squares_C + sequence) + i.to(tl.int64)[:, None] * n + j[None, :], mask=inside, other=-1)
+    pair = tl.load(pair_Q + tl.load(squares_C + sequence) + i[:, None] * n + j[None, :], mask=inside, other=-1)
     parts = tl.zeros([B], tl.float32)
     for first in range(0, n, B):
         token = first + tl.arange(0, B)
@@ -146,9 +149,9 @@ def contact_features(
     out_AP = q_LTHd.new_empty(A, pairs, dtype=torch.float32)
     common = (scale, T * H * d, H, d, causal, next_power_of_2(max(d, 16)), BLOCK)
     blocks, tiles = blocks_2N.shape[1], tiles_3N.shape[1]
-    _normaliser_kernel[(blocks, A)](q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, blocks, T, *common)
-    _sums_kernel[(blocks, A)](q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, r_AT, blocks, T, *common)
+    _normaliser_kernel[(blocks, A)](q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, blocks, T, *common, num_warps=WARPS)
+    _sums_kernel[(blocks, A)](q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, r_AT, blocks, T, *common, num_warps=WARPS)
     _features_kernel[(tiles, A)](
-        q_LTHd, k_LTHd, begins_C, sizes_C, squares_C, tiles_3N, pair_Q, z_AT, r_AT, out_AP, tiles, T, pairs, *common
+        q_LTHd, k_LTHd, begins_C, sizes_C, squares_C, tiles_3N, pair_Q, z_AT, r_AT, out_AP, tiles, T, pairs, *common, num_warps=WARPS
     )
     return out_AP
