@@ -13,6 +13,7 @@ import torch
 
 from bmoe import cli
 from bmoe import recipe as recipes
+from bmoe.parallel import launch
 
 REPOSITORY = Path(__file__).parent.parent
 PROTEINS = REPOSITORY / "tests" / "data" / "uniprot_500.fasta.gz"
@@ -261,6 +262,17 @@ REFUSALS = [
 @pytest.mark.parametrize("arguments,part", REFUSALS, ids=[" ".join(a) for a, _ in REFUSALS])
 def test_wrong_requests_exit_with_2_and_one_sentence(here, capsys, arguments, part):
     assert part in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+@pytest.mark.parametrize(
+    "expert, step, part", [(4, 1024, "1 x 4 does not divide the 2 ranks"), (1, 256, "is not a multiple of data.tokens_per_batch x ranks")]
+)
+def test_a_layout_that_does_not_divide_is_refused_before_ranks_start(here, capsys, monkeypatch, command, expert, step, part):
+    monkeypatch.setattr(launch, "run", lambda *_, **__: pytest.fail("ranks were started"))
+    sets = ("--set", f"parallel.expert={expert}", "--set", f"training.tokens_per_step={step}")
+    assert part in refused(capsys, command, "tiny.yaml", "--device", "cpu", "--procs", "2", *sets)
+    assert not Path("shards").exists() and not Path("runs").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -12,6 +12,7 @@ from bmoe.data.alphabet import alphabet
 from bmoe.errors import RequestError, RunError
 from bmoe.jobs import train
 from bmoe.jobs.common import choose_device, shard_folder, write_json
+from bmoe.jobs.dry_run import check_layout
 from bmoe.jobs.layouts import layouts
 from bmoe.jobs.profile import check_experts, check_precision
 from bmoe.jobs.stepping import step_of
@@ -68,6 +69,8 @@ def start(recipe: Recipe, request: Request) -> int:
         raise RequestError("--layouts compares losses, --baseline times; ask for one at a time")
     here, ranks = launch.place(), request.procs or request.gpus or 1
     if here is None and ranks > 1:
+        if not (request.layouts or request.baseline):  # they take other layouts or steps than the recipe's
+            check_layout(recipe, ranks)
         return start_ranks(request, device, ranks)
     if here is None or here.rank == 0:
         console.note(line)

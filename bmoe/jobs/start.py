@@ -10,6 +10,7 @@ from bmoe import console
 from bmoe.errors import RequestError
 from bmoe.jobs import train
 from bmoe.jobs.common import choose_device, write_json
+from bmoe.jobs.dry_run import check_layout
 from bmoe.parallel import launch
 from bmoe.recipe import Recipe
 from bmoe.training import checkpoint
@@ -72,7 +73,8 @@ def exit_code(number: int) -> int:
 
 
 def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: int, limits: Limits) -> int:
-    """Prepare the data if needed, start the ranks on this machine, wait. Returns the exit code."""
+    """Prepare the data if needed, start the ranks on this machine, wait. Returns the exit code. Raises RequestError."""
+    check_layout(recipe, ranks)
     folder = train.run_folder(recipe, request.out, request.resume)
     if train.prepared(recipe, limits) is None:
         return exit_code(train.stopped_early(folder, limits)[0].signal)
