@@ -163,6 +163,7 @@ def train(
     if not dry_run and (world is not None or chip):
         raise RequestError("--world and --chip are for --dry-run; a run takes its ranks from --gpus, --procs or the launcher")
     if dry_run:
+        refuse_others(context, "--dry-run", {"recipe", "set_", "gpus", "device", "procs", "dry_run", "world", "chip", "json"})
         if sum(n is not None for n in (world, gpus, procs)) > 1:
             raise RequestError("--world, --gpus and --procs each say how many ranks a dry run is of; give one of them")
         results, view = dry.dry_run(loaded, world or gpus or procs or 1, chip, common.choose_device(device, None)[0])
