@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,9 +115,10 @@ def world_from_environment(device: str) -> World:
         _report_to_launcher(found.rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
-        dist.init_process_group(
-            backend, rank=found.rank, world_size=found.size, timeout=PATIENCE, device_id=here if device == "cuda" else None
-        )
+        with endable():
+            dist.init_process_group(
+                backend, rank=found.rank, world_size=found.size, timeout=PATIENCE, device_id=here if device == "cuda" else None
+            )
     except (dist.DistError, ValueError, OSError) as error:
         meeting = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise FaultError(f"rank {found.rank} of {found.size} cannot meet the others at {meeting} ({_first_line(error)})") from error
@@ -233,10 +234,20 @@ def began() -> float | None:
     return float(os.environ[BEGAN]) if BEGAN in os.environ else None
 
 
-@contextmanager
-def signals_to(take: Callable[[int], None]) -> Iterator[None]:
+def signals_to(take: Callable[[int], None]) -> AbstractContextManager[None]:
     """Every signal that asks for a stop is given to `take`, a SIGINT too."""
-    before = {number: signal.signal(number, lambda n, _: take(n)) for number in STOPPING}
+    return _handled(lambda number, _: take(number))
+
+
+def endable() -> AbstractContextManager[None]:
+    """A wait for peers, who may never come: no handler would run before its end, so a signal ends this process. Not a rank of `run`,
+    whose peers come or whose launcher ends it."""
+    return nullcontext() if is_launched() else _handled(signal.SIG_DFL)
+
+
+@contextmanager
+def _handled(handler: Callable | signal.Handlers) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in STOPPING}
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -68,6 +69,29 @@ def test_a_rank_that_knows_no_meeting_place_is_refused_at_once(half, monkeypatch
     assert cli.run(["train", "esm2_moe_tiny", "--device", "cpu", "--out", "unused"]) == 2
     told = capsys.readouterr().err
     assert "MASTER_ADDR and MASTER_PORT" in told and "torchrun" in told and time.monotonic() - began < 60
+
+
+def test_a_rank_whose_peers_never_come_is_ended_by_a_signal(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", "from bmoe.cli import main; main()", "train", "esm2_moe_tiny", "--device", "cpu", "--out", str(tmp_path)],
+        env=os.environ | place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", int(port))) == 0:  # it holds the store and waits
+                    break
+            time.sleep(0.1)
+        time.sleep(0.5)
+        waiting.send_signal(signal.SIGTERM)
+        assert waiting.wait(20) == -signal.SIGTERM
+    finally:
+        waiting.kill()
 
 
 def test_ranks_meet_once_if_all_is_well(tmp_path):
