@@ -25,7 +25,7 @@ BLOCK = 64
 """Tokens of a tile's rows and of its columns."""
 
 WARPS = 8
-"""With four, a tile of the features takes all 255 registers of a thread (bf16, d 64, sm_90); with eight 128, and none spills."""
+"""With four, a tile of the features takes all 255 registers of a thread (bf16, d 64, sm_90); with eight no kernel spills."""
 
 
 @triton.jit
