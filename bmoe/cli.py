@@ -6,6 +6,7 @@ Ctrl-C. Errors are one sentence; `--debug`, before or after the command, shows t
 
 import errno
 import re
+import signal
 import sys
 from functools import partial
 from typing import Annotated
@@ -342,7 +343,11 @@ def seconds(text: str) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Never returns: exits with the command's code."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code in (0, 75):  # all is saved, and a signal while the interpreter winds up must not say otherwise
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -510,3 +510,11 @@ def test_console_draws_a_dashboard_on_a_terminal(monkeypatch):
     text = screen.file.getvalue()
     for part in ("2.5000", "1,234 residues/s", "17.0000", "1.50", "non-finite", "hello", "MFU"):
         assert part in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_at_the_very_end_changes_no_exit_code(number):
+    """All is done, and the interpreter takes a second to take torch apart."""
+    late = f"import atexit, os; atexit.register(lambda: os.kill(os.getpid(), {int(number)}))"
+    found = subprocess.run([sys.executable, "-c", f"{late}; from bmoe.cli import main; main(['--version'])"], capture_output=True)
+    assert found.returncode == 0 and not found.stderr
