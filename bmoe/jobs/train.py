@@ -163,8 +163,10 @@ def prepared(recipe: Recipe, limits: Limits) -> Path | None:
     """`ensure_data`, which a signal interrupts at once; None if one has come (of Ctrl-C, KeyboardInterrupt)."""
 
     def interrupt(number: int) -> None:
-        limits.signals.append(number)
-        raise KeyboardInterrupt
+        first = not limits.signals
+        limits.take(number)
+        if first:  # the next one must not break off what winds the preparation up
+            raise KeyboardInterrupt
 
     try:
         with signals_to(interrupt):

@@ -121,7 +121,9 @@ def world_from_environment(device: str) -> World:
             )
     except (dist.DistError, ValueError, OSError) as error:
         meeting = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
-        raise FaultError(f"rank {found.rank} of {found.size} cannot meet the others at {meeting} ({_first_line(error)})") from error
+        sentence = f"rank {found.rank} of {found.size} cannot meet the others at {meeting} ({_first_line(error)})"
+        leave_reason(sentence)
+        raise FaultError(sentence) from error
     return World(here, found.rank, found.size)
 
 
@@ -247,8 +249,10 @@ def endable() -> AbstractContextManager[None]:
 
 @contextmanager
 def _handled(handler: Callable | signal.Handlers) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in STOPPING}
+    before = {number: signal.getsignal(number) for number in STOPPING}
     try:
+        for number in STOPPING:
+            signal.signal(number, handler)  # which may raise at once
         yield
     finally:
         for number, old in before.items():

@@ -23,15 +23,16 @@ class Limits:
     max_seconds: float | None = None
     signals: list[int] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
+    agreed: int = 0  # what another rank was sent: this one's own may yet come, and is no second one
 
     @property
     def signal(self) -> int:
-        """The last one that came; 0 if none did."""
-        return self.signals[-1] if self.signals else 0
+        """The last one that came, here or else to another rank; 0 if none did."""
+        return self.signals[-1] if self.signals else self.agreed
 
     def take(self, number: int) -> None:
         """What a handler does: a signal asks for a stop at the end of the step; a second Ctrl-C interrupts at once."""
-        if number == self.signal == signal.SIGINT:
+        if self.signals and number == self.signals[-1] == signal.SIGINT:
             raise KeyboardInterrupt
         self.signals.append(number)
 
@@ -63,11 +64,16 @@ class Stopping:
         if self.copied is not None:
             self.copied.synchronize()
         late, interrupted, terminated = self.votes.tolist()
-        if (interrupted or terminated) and not self.limits.signals:
-            self.limits.signals.append(signal.SIGTERM if terminated else signal.SIGINT)
-        return bool(late or interrupted or terminated)
+        return self._sent(interrupted, terminated) or bool(late)
 
     def asked(self) -> bool:
-        """Whether a signal has come to any rank, outside a step. Collective."""
-        self.count(self.world.sum(torch.tensor(self.wishes()).to(self.world.device)))
-        return self.decided() and self.limits.signal != 0
+        """Whether a signal has come to any rank, outside a step; one that comes to this rank after its vote is not asked yet.
+        Collective."""
+        _, interrupted, terminated = self.world.sum(torch.tensor(self.wishes()).to(self.world.device)).tolist()
+        return self._sent(interrupted, terminated)
+
+    def _sent(self, interrupted: int, terminated: int) -> bool:
+        """Whether a rank has voted for a signal, which this one then knows of."""
+        if interrupted or terminated:
+            self.limits.agreed = signal.SIGTERM if terminated else signal.SIGINT
+        return bool(interrupted or terminated)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from bmoe import cli
-from bmoe.errors import RequestError
+from bmoe.errors import FaultError, RequestError
 from bmoe.jobs.common import load_recipe
 from bmoe.parallel import launch
 
@@ -69,6 +69,22 @@ def test_a_rank_that_knows_no_meeting_place_is_refused_at_once(half, monkeypatch
     assert cli.run(["train", "esm2_moe_tiny", "--device", "cpu", "--out", "unused"]) == 2
     told = capsys.readouterr().err
     assert "MASTER_ADDR and MASTER_PORT" in told and "torchrun" in told and time.monotonic() - began < 60
+
+
+def test_a_rank_that_cannot_meet_the_others_leaves_the_reason(tmp_path, monkeypatch):
+    """It is no rank of a world yet, and says nothing itself: the launcher does."""
+
+    def refused(*arguments, **options):
+        raise launch.dist.DistNetworkError("no route to host")
+
+    monkeypatch.setattr(launch.dist, "init_process_group", refused)
+    file = tmp_path / "rank-1.json"
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", launch.ERROR_FILE: str(file)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(FaultError, match="no route to host"):
+        launch.world_from_environment("cpu")
+    assert launch._reason(tmp_path, 1) == (1, "rank 1 of 2 cannot meet the others at localhost:29500 (no route to host)", True)
 
 
 def test_a_rank_whose_peers_never_come_is_ended_by_a_signal(tmp_path):

@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from bmoe import cli
 from bmoe.jobs import common, train
 from bmoe.parallel import launch
+from bmoe.parallel.world import World
+from bmoe.training.stopping import Limits, Stopping
 from tests_tiny import tiny
 
 
@@ -66,6 +69,53 @@ def test_a_signal_before_the_first_step_ends_the_run_in_one_sentence(tmp_path, m
     assert not Path("run/checkpoints").exists() and not Path("run/metrics.jsonl").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert cli.run(command) == 0
+
+
+def test_a_second_signal_does_not_break_off_what_the_first_winds_up(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(tiny())
+    wound_up = []
+
+    def twice(recipe):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wound_up.append(recipe.name)
+
+    monkeypatch.setattr(train, "ensure_data", twice)
+    assert cli.run(["train", "tiny.yaml", "--device", "cpu", "--out", "run"]) == 75
+    assert wound_up == ["tiny"] and "SIGTERM came before the first step" in capsys.readouterr().err
+
+
+class Two(World):
+    """This rank's vote beside another's, and what comes to this rank while they are summed."""
+
+    def __init__(self, other: list[int], meanwhile=lambda: None):
+        super().__init__(torch.device("cpu"), 0, 2)
+        self.other, self.meanwhile = torch.tensor(other), meanwhile
+
+    def sum(self, tensor):
+        self.meanwhile()
+        return tensor + self.other
+
+
+def test_the_ctrl_c_that_another_rank_told_of_first_is_no_second_one():
+    """A terminal's reaches all ranks, this one a moment after they have agreed: it must not break off the save."""
+    limits = Limits()
+    assert Stopping(limits, Two([0, 1, 0])).asked() and limits.signal == signal.SIGINT
+    limits.take(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        limits.take(signal.SIGINT)
+
+
+def test_a_signal_after_the_vote_stops_no_rank_by_itself():
+    """All time is used up, which is no signal: the other ranks go on to the first step, and would wait for this one there."""
+    limits = Limits(max_seconds=0.0)
+    stopping = Stopping(limits, Two([1, 0, 0], lambda: limits.take(signal.SIGTERM)))
+    assert not stopping.asked() and limits.signal == signal.SIGTERM
+    assert stopping.asked()
 
 
 @pytest.mark.parametrize("moment", ["open_split", "build", "state.load_state"])
