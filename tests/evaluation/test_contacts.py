@@ -103,7 +103,7 @@ def test_kernels_give_the_features_of_the_maps(make_recipe, make_model, proteins
     pairs[3] = (pairs[3][0][:0], pairs[3][1][:0])
     found, expected = {}, {}
     for source, into in ((from_projections, found), (from_maps, expected)):
-        for numbers, features_AP in source(model, tokens, pairs, 100, device):
+        for numbers, features_AP in source(model, tokens, pairs, 200, device):
             for number, part in zip(numbers, features_AP.split([pairs[n][0].size for n in numbers], dim=1), strict=True):
                 into.setdefault(number, []).append(part)
     assert found.keys() == expected.keys() == set(range(5))
