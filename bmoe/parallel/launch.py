@@ -351,16 +351,17 @@ def _wait_and_forward(launcher: threading.Thread, pids: Path, procs: int, caught
     launcher.start()
     while launcher.is_alive():
         launcher.join(0.1)
-        if passed < len(caught) and len(list(pids.iterdir())) == procs:
-            for file in pids.iterdir():
-                _send(int(file.read_text() or 0), caught[passed])
-            passed += 1
+        if passed < len(caught):
+            joined = [int(text) for file in pids.iterdir() if (text := file.read_text())]  # one that is being written is empty
+            if len(joined) == procs:
+                for pid in joined:
+                    _send(pid, caught[passed])
+                passed += 1
 
 
 def _send(pid: int, number: int) -> None:
     try:
-        if pid:
-            os.kill(pid, number)
+        os.kill(pid, number)
     except ProcessLookupError:
         return  # that rank has ended already
 

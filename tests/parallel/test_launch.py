@@ -155,6 +155,21 @@ def test_a_signal_that_came_before_the_ranks_is_for_them(tmp_path):
     assert launch.run(["signal", str(tmp_path)], 2, tmp_path / "logs", PROGRAM, caught=[signal.SIGUSR1]) == (75, None, False)
 
 
+def test_a_signal_waits_for_a_rank_that_is_just_joining(tmp_path, monkeypatch):
+    """Its file is there, and its process id is not in it yet."""
+    (tmp_path / "0").touch()
+    sent = []
+    monkeypatch.setattr(launch, "_send", lambda pid, number: sent.append((pid, number)))
+
+    def ranks():
+        time.sleep(0.4)
+        (tmp_path / "0").write_text("123")
+        time.sleep(0.4)
+
+    launch._wait_and_forward(threading.Thread(target=ranks), tmp_path, 1, [signal.SIGTERM])
+    assert sent == [(123, signal.SIGTERM)]
+
+
 def test_ranks_save_and_leave_when_the_launcher_is_killed(tmp_path):
     code = f"from pathlib import Path; from bmoe.parallel import launch; launch.run(['signal', {str(tmp_path)!r}], 2, "
     code += f"Path({str(tmp_path / 'logs')!r}), {PROGRAM!r})"
