@@ -92,10 +92,22 @@ def _projected(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 def _attend(layer: nn.Module, collected: list[tuple[Tensor, Tensor]], x_TD: Tensor, layout: Layout) -> Tensor:
-    q_THd, k_TGd, v_TGd = layer.project(x_TD, layout)
+    q_THd, k_TGd, v_TGd = _project(layer, x_TD, layout)
     collected.append((q_THd, k_TGd.repeat_interleave(layer.heads // layer.kv_heads, dim=1) if layer.kv_heads < layer.heads else k_TGd))
     out_THd = attention(q_THd, k_TGd, v_TGd, layout.cu_seqlens, layout.max_seqlen, layer.causal)
     return layer.output(out_THd.flatten(1))
+
+
+def _project(layer: nn.Module, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """`layer.project`; on a GPU with the rotation in one pass, which eager operations of torch make eight."""
+    if not x_TD.is_cuda or layer.query_norm is not None:
+        return layer.project(x_TD, layout)
+    from bmoe.kernels.rotary import queries_and_keys
+
+    H, G = layer.heads, layer.kv_heads
+    qkv_TAd = layer.qkv(x_TD).view(-1, H + 2 * G, layer.head_dim)
+    turned, _ = queries_and_keys(qkv_TAd, G, layout.cos_Th, layout.sin_Th, layout.cu_seqlens)
+    return *turned.split((H, G), dim=1), qkv_TAd[:, H + G :]
 
 
 def _probabilities(q_LTHd: Tensor, k_LTHd: Tensor, begins_C: np.ndarray, sizes_C: np.ndarray, causal: bool) -> Tensor:

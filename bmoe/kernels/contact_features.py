@@ -27,6 +27,9 @@ BLOCK = 64
 WARPS = 8
 """With four, a tile of the features takes all 255 registers of a thread (bf16, d 64, sm_90); with eight no kernel spills."""
 
+SUMMED = 1024
+"""Sums over a row that are added at a time: one wait for memory where most chains have no more tokens."""
+
 
 @triton.jit
 def _tokens(x_LTHd, begin, token, inside, layer_stride, heads, d, D: tl.constexpr):
@@ -96,7 +99,7 @@ def _sums_kernel(
 @triton.jit
 def _features_kernel(
     q_LTHd, k_LTHd, begins_C, sizes_C, squares_C, tiles_3N, pair_Q, z_AT, r_AT, out_AP, tiles, T, P, scale, layer_stride, heads, d,
-    CAUSAL: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr, B: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     tile = tiles_3N + tl.program_id(0)
     sequence = tl.load(tile)
@@ -106,9 +109,9 @@ def _features_kernel(
     j = tl.load(tile + 2 * tiles).to(tl.int32) * B + tl.arange(0, B)
     inside = (i < n)[:, None] & (j < n)[None, :]
     pair = tl.load(pair_Q + tl.load(squares_C + sequence) + i[:, None] * n + j[None, :], mask=inside, other=-1)
-    parts = tl.zeros([B], tl.float32)
-    for first in range(0, n, B):
-        token = first + tl.arange(0, B)
+    parts = tl.zeros([SUMMED], tl.float32)
+    for first in range(0, n, SUMMED):
+        token = first + tl.arange(0, SUMMED)
         parts += tl.load(r_AT + at + token, mask=token < n, other=0.0)
     t = tl.maximum(tl.sum(parts, axis=0), 1e-30)  # a head may look at specials alone
     z_i, z_j = tl.load(z_AT + at + i, mask=i < n, other=0.0), tl.load(z_AT + at + j, mask=j < n, other=0.0)
@@ -152,6 +155,21 @@ def contact_features(
     _normaliser_kernel[(blocks, A)](q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, blocks, T, *common, num_warps=WARPS)
     _sums_kernel[(blocks, A)](q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, r_AT, blocks, T, *common, num_warps=WARPS)
     _features_kernel[(tiles, A)](
-        q_LTHd, k_LTHd, begins_C, sizes_C, squares_C, tiles_3N, pair_Q, z_AT, r_AT, out_AP, tiles, T, pairs, *common, num_warps=WARPS
+        q_LTHd,
+        k_LTHd,
+        begins_C,
+        sizes_C,
+        squares_C,
+        tiles_3N,
+        pair_Q,
+        z_AT,
+        r_AT,
+        out_AP,
+        tiles,
+        T,
+        pairs,
+        *common,
+        SUMMED,
+        num_warps=WARPS,
     )
     return out_AP
