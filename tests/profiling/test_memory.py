@@ -186,6 +186,8 @@ GRID = {  # settings, precision, batches: GiB with recomputation of nothing, exp
     ("genome_mixtral backend.attention=flash", "bf16", 2): (25.22, 20.409, 18.24),
     ("genome_mixtral backend.attention=flash", "fp8_current", 2): (29.936, 23.66, 21.487),
     ("protein_moe_fine", "bf16", 2): (92.122, 81.788, 71.894),
+    (f"esm2_moe {FLASH}", "bf16", 2): (83.153, 63.019, 47.951),
+    (f"esm2_moe {FLASH}", "fp8_current", 2): (102.374, 76.092, 61.027),
 }
 
 
