@@ -99,15 +99,18 @@ def _attend(layer: nn.Module, collected: list[tuple[Tensor, Tensor]], x_TD: Tens
 
 
 def _project(layer: nn.Module, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """`layer.project`; on a GPU with the rotation in one pass, which eager operations of torch make eight."""
-    if not x_TD.is_cuda or layer.query_norm is not None:
-        return layer.project(x_TD, layout)
+    """`layer.project`, on a GPU with the rotation in one pass."""
+    return (turned if x_TD.is_cuda and layer.query_norm is None else type(layer).project)(layer, x_TD, layout)
+
+
+def turned(layer: nn.Module, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """`layer.project` of a layer that does not normalise queries and keys, by one kernel where operations of torch take eight."""
     from bmoe.kernels.rotary import queries_and_keys
 
     H, G = layer.heads, layer.kv_heads
     qkv_TAd = layer.qkv(x_TD).view(-1, H + 2 * G, layer.head_dim)
-    turned, _ = queries_and_keys(qkv_TAd, G, layout.cos_Th, layout.sin_Th, layout.cu_seqlens)
-    return *turned.split((H, G), dim=1), qkv_TAd[:, H + G :]
+    qk_Tad, _ = queries_and_keys(qkv_TAd, G, layout.cos_Th, layout.sin_Th, layout.cu_seqlens)
+    return *qk_Tad.split((H, G), dim=1), qkv_TAd[:, H + G :]
 
 
 def _probabilities(q_LTHd: Tensor, k_LTHd: Tensor, begins_C: np.ndarray, sizes_C: np.ndarray, causal: bool) -> Tensor:

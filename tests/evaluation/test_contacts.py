@@ -11,9 +11,9 @@ import torch
 from bmoe.data.alphabet import alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import contacts
-from bmoe.evaluation.attention_maps import Maps, attention_maps
+from bmoe.evaluation.attention_maps import Maps, attention_maps, turned
 from bmoe.evaluation.contact_features import features_at, from_maps, from_projections, pair_features
-from bmoe.evaluation.forward import wrap
+from bmoe.evaluation.forward import packed, wrap
 from bmoe.evaluation.structures import Chain
 from bmoe.interop.esm2 import from_esm2
 from bmoe.model.transformer import Transformer, Vocabulary
@@ -111,6 +111,26 @@ def test_kernels_give_the_features_of_the_maps(make_recipe, make_model, proteins
     for number, parts in expected.items():
         torch.testing.assert_close(torch.cat(found[number]), torch.cat(parts), rtol=1e-4, atol=5e-6)
     assert torch.cat(expected[0]).std() > 0.01
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_queries_and_keys_are_those_of_the_layer(make_recipe, make_model, proteins, kv_heads):
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_model(make_recipe("decoder" if kv_heads else "encoder", **({"kv_heads": kv_heads} if kv_heads else {}))).to(device)
+    seen = []
+
+    def compare(layer, arguments):
+        seen.append((turned(layer, *arguments), layer.project(*arguments)))
+
+    model.blocks[1].attention.register_forward_pre_hook(compare)
+    (batch,) = packed([wrap(proteins.alphabet, proteins.sequence(number)[:30]) for number in range(3)], 200, device)
+    with torch.no_grad():
+        model(**batch.inputs)
+    ((found, expected),) = seen
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape and theirs.std() > 0.01
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_precision_against_a_naive_loop():
