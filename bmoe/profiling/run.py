@@ -23,7 +23,7 @@ from bmoe.profiling.fit import with_values
 from bmoe.profiling.measure import Build, Steps, Subject, training_step
 from bmoe.profiling.race import Counts, Ours, Take, allocated, race, results_of
 from bmoe.profiling.trace import traced as traced_step
-from bmoe.profiling.work import Load, model_flops, parameters, scores_share
+from bmoe.profiling.work import Load, Work, model_flops, parameters, scores_share
 from bmoe.recipe import MoESection, Recipe
 
 SECONDS = 40.0  # for the measured steps; building and marked steps come on top
@@ -85,21 +85,27 @@ def _halves(moe: MoESection, experts: int, tokens: float) -> bool:
     return experts % (2 * groups) == 0 and half >= 2 * moe.top_k and room >= moe.top_k and half >= moe.experts * tokens
 
 
-def _growth(names: Iterable[str], small: Recipe, load: Load, recipe: Recipe, full: Load, vocabulary: int) -> dict[str, float]:
-    """Part -> its closed-form work in the whole recipe over that in `small`: FLOPs where it has products, else bytes."""
+def _growth(
+    names: Iterable[str], small: Recipe, load: Load, recipe: Recipe, full: Load, vocabulary: int, ceiling: dict
+) -> dict[str, float]:
+    """Part -> the time of its closed-form work in the whole recipe over that in `small`, each at the ceiling that it meets first."""
+
+    def seconds(work: Work) -> float:
+        return max(work.flops / (ceiling["matmul_tflops"] * 1e12), work.bytes / (ceiling["copy_gb_per_s"] * 1e9))
+
     loads = (replace(one, targets=one.real) for one in (load, full))  # a measured batch fills its targets up
     here, there = (measure.works(names, r, vocabulary, one) for r, one in zip((small, recipe), loads, strict=True))
-    grown = {n: there[n].flops / w.flops if w.flops else there[n].bytes / w.bytes for n, w in here.items() if w.bytes}
+    grown = {name: seconds(there[name]) / seconds(work) for name, work in here.items() if work.bytes}
     return {name: grown[name if name in grown else "experts"] for name in names}
 
 
-def _whole_step(small: Recipe, recipe: Recipe, steps: Steps, parts: dict, vocabulary: int, full: Load) -> dict:
+def _whole_step(small: Recipe, recipe: Recipe, steps: Steps, parts: dict, vocabulary: int, full: Load, ceiling: dict) -> dict:
     """Seconds of the whole recipe's step on one device from what was measured of `small`.
 
-    One batch of the whole recipe takes, part by part, as long as the measured part times the growth of its work. With nothing
+    One batch of the whole recipe takes, part by part, as long as the measured part times the growth of its work's time. With nothing
     reduced, it grows only by what a mean batch holds beyond the measured ones.
     """
-    ratios = _growth(parts, small, steps.load, recipe, full, vocabulary)
+    ratios = _growth(parts, small, steps.load, recipe, full, vocabulary, ceiling)
     here = small.training.tokens_per_step // small.data.tokens_per_batch
     batches = max(1, recipe.training.tokens_per_step // recipe.data.tokens_per_batch)
     marked = sum(p["seconds"] for n, p in parts.items() if n != "optimizer") * here + parts["optimizer"]["seconds"]
@@ -149,7 +155,7 @@ def _measured(recipe: Recipe, built: Ours, shards, device: torch.device, steps: 
     if steps > half and (device.type == "cuda" or sum(undisturbed.seconds) < SECONDS / 2):
         again = measure.whole_steps(subject, shards, device, 1, steps - half, SECONDS / 2, built.take)
         undisturbed = undisturbed.and_later(again)
-    whole = _whole_step(small, recipe, undisturbed, parts, vocabulary, full)
+    whole = _whole_step(small, recipe, undisturbed, parts, vocabulary, full, ceiling)
     low, high = (edge / undisturbed.middle for edge in undisturbed.bounds)
     step_s, batches = whole["step_s"], whole["batches_per_step"]
     peak = counts.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
