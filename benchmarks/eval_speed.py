@@ -136,7 +136,7 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device,
     yield f"  forward {entry['forward_tflops']:.3g} TFLOP/s\n"
     chains, wildtype = contacts.read_chains(arguments.structures), read_fasta(arguments.wildtype, letters)[0][1]
     sequences = [wrap(letters, letters.encode(chain.sequence.encode())) for chain in chains]
-    pairs = [contacts.known_pairs(chain)[:2] for chain in chains]
+    known = [chain.known() for chain in chains]
     text = "".join(letters.symbols[i] for i in wildtype)
     sites = read_variants(arguments.mutations, text, arguments.column).sites
 
@@ -146,7 +146,7 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, device: torch.device,
     tasks: dict[str, Callable[[], object]] = {
         "pseudo": lambda: pseudo.evaluate(model, shards, recipe, device=device, budget=arguments.budget),
         "masked": scored("masked_marginal"),
-        "contacts features": lambda: pair_features(model, sequences, pairs, batch_slots(recipe, device), device),
+        "contacts features": lambda: pair_features(model, sequences, known, batch_slots(recipe, device), device),
         "contacts": lambda: contacts.evaluate(model, recipe, letters, arguments.structures, device),
         "wt": scored("wt_marginal"),
         "pll": scored("pll", PLL_VARIANTS),

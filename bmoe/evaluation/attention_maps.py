@@ -1,6 +1,6 @@
 """Attention probabilities of every head, by the definition: fused kernels never form them.
 
-Legend: H heads, L layers, A = L x H maps, layer-major, T tokens, d head dimension, C sequences padded to n tokens.
+Legend: H query heads, G key heads, L layers, A = L x H maps, layer-major, T tokens, d head dimension, C sequences padded to n tokens.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Projections(NamedTuple):
     numbers: list[int]  # which sequences
     bounds: np.ndarray  # where each begins, and the last one ends
     q_LTHd: Tensor
-    k_LTHd: Tensor
+    k_LTGd: Tensor
 
 
 @torch.no_grad()
@@ -45,18 +45,19 @@ def projections(model: nn.Module, sequences: list[np.ndarray], slots: int, devic
     order = sorted(range(len(sequences)), key=lambda number: sequences[number].size)
     done = 0
     for batch in packed((sequences[number] for number in order), slots, device):
-        with _projected(model) as projected:
+        with _projected(model, int(batch.bounds[-1])) as qk_LTad:
             model(**batch.inputs, select_M=torch.zeros(1, dtype=torch.int64, device=device))
-        q_LTHd, k_LTHd = (torch.stack(column) for column in zip(*projected, strict=True))
         count = batch.bounds.size - 1
-        yield Projections(order[done : done + count], batch.bounds, q_LTHd, k_LTHd)
+        H = model.blocks[0].attention.heads
+        yield Projections(order[done : done + count], batch.bounds, qk_LTad[:, :, :H], qk_LTad[:, :, H:])
         done += count
 
 
 @torch.no_grad()
 def attention_maps(model: nn.Module, sequences: list[np.ndarray], slots: int, device: torch.device) -> Iterator[Maps]:
     """The maps of all sequences, those of similar length together, on `device`. Decoders attend to earlier tokens only."""
-    for numbers, bounds, q_LTHd, k_LTHd in projections(model, sequences, slots, device):
+    for numbers, bounds, q_LTHd, k_LTGd in projections(model, sequences, slots, device):
+        k_LTHd = k_LTGd.repeat_interleave(q_LTHd.shape[2] // k_LTGd.shape[2], dim=2)
         sizes_S, A = np.diff(bounds), q_LTHd.shape[0] * q_LTHd.shape[2]
         for first, last in _alike(sizes_S, HELD // (4 * A)):
             begins_C, sizes_C = bounds[first:last], sizes_S[first:last]
@@ -78,39 +79,40 @@ def _alike(sizes_S: np.ndarray, entries: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _projected(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Collect queries and keys, each [T, H, d], of every layer in the forward passes inside."""
-    collected: list[tuple[Tensor, Tensor]] = []
+def _projected(model: nn.Module, tokens: int) -> Iterator[Tensor]:
+    """Queries and keys, [L, T, H + G, d], of the forward pass of as many tokens inside; all of them belong to sequences."""
     layers = [block.attention for block in model.blocks]
-    for layer in layers:
-        layer.forward = partial(_attend, layer, collected)
+    first = layers[0]
+    qk_LTad = first.qkv.weight.new_empty(len(layers), tokens, first.heads + first.kv_heads, first.head_dim)
+    for layer, qk_Tad in zip(layers, qk_LTad, strict=True):
+        layer.forward = partial(_attend, layer, qk_Tad)
     try:
-        yield collected
+        yield qk_LTad
     finally:
         for layer in layers:
             del layer.forward  # the class's own is back
 
 
-def _attend(layer: nn.Module, collected: list[tuple[Tensor, Tensor]], x_TD: Tensor, layout: Layout) -> Tensor:
-    q_THd, k_TGd, v_TGd = _project(layer, x_TD, layout)
-    collected.append((q_THd, k_TGd.repeat_interleave(layer.heads // layer.kv_heads, dim=1) if layer.kv_heads < layer.heads else k_TGd))
-    out_THd = attention(q_THd, k_TGd, v_TGd, layout.cu_seqlens, layout.max_seqlen, layer.causal)
+def _attend(layer: nn.Module, qk_Tad: Tensor, x_TD: Tensor, layout: Layout) -> Tensor:
+    q_THd, k_TGd = qk_Tad.split((layer.heads, layer.kv_heads), dim=1)
+    if x_TD.is_cuda and layer.query_norm is None:
+        v_TGd = turned(layer, x_TD, layout, qk_Tad)
+    else:
+        *projected, v_TGd = layer.project(x_TD, layout)
+        qk_Tad.copy_(torch.cat(projected, dim=1))
+    out_THd = attention(q_THd, k_TGd, v_TGd, layout.cu_seqlens, layout.max_seqlen, layer.causal, tail=False)
     return layer.output(out_THd.flatten(1))
 
 
-def _project(layer: nn.Module, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """`layer.project`, on a GPU with the rotation in one pass."""
-    return (turned if x_TD.is_cuda and layer.query_norm is None else type(layer).project)(layer, x_TD, layout)
-
-
-def turned(layer: nn.Module, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """`layer.project` of a layer that does not normalise queries and keys, by one kernel where operations of torch take eight."""
+def turned(layer: nn.Module, x_TD: Tensor, layout: Layout, qk_Tad: Tensor) -> Tensor:
+    """`layer.project` of a layer that does not normalise queries and keys, by one kernel where operations of torch take eight: they
+    are written into contiguous [T, H + G, d]. Returns values [T, G, d]."""
     from bmoe.kernels.rotary import queries_and_keys
 
     H, G = layer.heads, layer.kv_heads
     qkv_TAd = layer.qkv(x_TD).view(-1, H + 2 * G, layer.head_dim)
-    qk_Tad, _ = queries_and_keys(qkv_TAd, G, layout.cos_Th, layout.sin_Th, layout.cu_seqlens)
-    return *qk_Tad.split((H, G), dim=1), qkv_TAd[:, H + G :]
+    queries_and_keys(qkv_TAd, G, layout.cos_Th, layout.sin_Th, layout.cu_seqlens, qk_Tad)
+    return qkv_TAd[:, H + G :]
 
 
 def _probabilities(q_LTHd: Tensor, k_LTHd: Tensor, begins_C: np.ndarray, sizes_C: np.ndarray, causal: bool) -> Tensor:

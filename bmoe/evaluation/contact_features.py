@@ -3,7 +3,9 @@
 As in ESM (Rao et al. 2021), the specials are stripped before. On a GPU kernels compute the features alone (kernels/contact_features.py):
 maps in memory take a small model longer than its forward passes. Elsewhere maps are formed and gathered, by the definition.
 
-Legend: L layers, H heads, A = L x H maps, layer-major, T tokens, d head dimension, C sequences of n tokens, P pairs.
+The pairs of a sequence are its residues i < j of known place, at least NEAREST apart, row by row: as in `pairs_of`.
+
+Legend: L layers, H query heads, G key heads, A = L x H maps, layer-major, T tokens, d head dimension, C sequences of n tokens, P pairs.
 """
 
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from bmoe.evaluation.attention_maps import Maps, attention_maps, projections
 from bmoe.evaluation.forward import upload
 
+NEAREST = 6
 FITTING = 2**34  # bytes of features that stay on the device
 AT_ONCE = 2**32  # bytes of features computed at a time, of several sequences, or of some layers of one
 
@@ -22,15 +25,23 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]
 """Residues i < j of each sequence, counted from 0 without the specials."""
 
 
-def pair_features(model: nn.Module, sequences: list[np.ndarray], pairs: Pairs, slots: int, device: torch.device) -> list[Tensor]:
+def pairs_of(known_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of a sequence, of which bool `known_R` names the residues of known place."""
+    i, j = np.triu_indices(known_R.size, NEAREST)
+    keep = known_R[i] & known_R[j]
+    return i[keep], j[keep]
+
+
+def pair_features(model: nn.Module, sequences: list[np.ndarray], known: list[np.ndarray], slots: int, device: torch.device) -> list[Tensor]:
     """Features of the pairs of each sequence, fp32 [P, A], on `device` if all of them fit into FITTING bytes, else in the host's
-    memory. Sequences are token ids with their specials."""
+    memory. Sequences are token ids with their specials; `known`, bool, of their residues."""
     heads = sum(block.attention.heads for block in model.blocks)
-    home = device if 4 * heads * sum(i.size for i, _ in pairs) <= FITTING else torch.device("cpu")
+    counts = _places(known)[2].tolist()
+    home = device if 4 * heads * sum(counts) <= FITTING else torch.device("cpu")
     found: list[list[Tensor]] = [[] for _ in sequences]
     source = from_projections if device.type == "cuda" else from_maps
-    for numbers, features_AP in source(model, sequences, pairs, slots, device):
-        parts = features_AP.to(home).split([pairs[number][0].size for number in numbers], dim=1)
+    for numbers, features_AP in source(model, sequences, known, slots, device):
+        parts = features_AP.to(home).split([counts[number] for number in numbers], dim=1)
         for number, part_AP in zip(numbers, parts, strict=True):
             found[number].append(part_AP)
     return [torch.cat(parts).T if len(parts) > 1 else parts[0].T for parts in found]
@@ -40,10 +51,10 @@ Source = Iterator[tuple[list[int], Tensor]]
 """(which sequences, features of their pairs one after the other, [A, P]); of a long sequence some layers, then the next ones."""
 
 
-def from_maps(model: nn.Module, sequences: list[np.ndarray], pairs: Pairs, slots: int, device: torch.device) -> Source:
+def from_maps(model: nn.Module, sequences: list[np.ndarray], known: list[np.ndarray], slots: int, device: torch.device) -> Source:
     """Features by way of the maps."""
     for maps in attention_maps(model, sequences, slots, device):
-        yield maps.numbers, features_at(maps, [pairs[number] for number in maps.numbers])
+        yield maps.numbers, features_at(maps, [pairs_of(known[number]) for number in maps.numbers])
 
 
 def features_at(maps: Maps, pairs: Pairs) -> Tensor:
@@ -72,19 +83,22 @@ def features_at(maps: Maps, pairs: Pairs) -> Tensor:
     return both_AP.addcmul_(root_AR.index_select(1, from_P), root_AR.index_select(1, to_P), value=-1).float()
 
 
-def from_projections(model: nn.Module, sequences: list[np.ndarray], pairs: Pairs, slots: int, device: torch.device) -> Source:
+def from_projections(model: nn.Module, sequences: list[np.ndarray], known: list[np.ndarray], slots: int, device: torch.device) -> Source:
     """Features by kernels, from queries and keys."""
     from bmoe.kernels.contact_features import contact_features, tables
 
-    for numbers, bounds, q_LTHd, k_LTHd in projections(model, sequences, slots, device):
-        sizes_S = np.diff(bounds)
-        of_a_layer_S = 4 * q_LTHd.shape[2] * np.array([pairs[number][0].size for number in numbers])
-        for first, last in _together(of_a_layer_S * q_LTHd.shape[0]):
-            some = max(AT_ONCE // max(int(of_a_layer_S[first:last].sum()), 1), 1)
-            chosen = numbers[first:last]
-            where = _places(bounds[first : last + 1], tables(sizes_S[first:last]), [pairs[number] for number in chosen], device)
-            for q_lTHd, k_lTHd in zip(q_LTHd.split(some), k_LTHd.split(some), strict=True):
-                yield chosen, contact_features(q_lTHd, k_lTHd, *where, model.blocks[0].attention.causal)
+    causal = model.blocks[0].attention.causal
+    for numbers, bounds, q_LTHd, k_LTGd in projections(model, sequences, slots, device):
+        sizes_S, layers, heads = np.diff(bounds), q_LTHd.shape[0], q_LTHd.shape[2]
+        for first, last in _together(4 * layers * heads * _places([known[number] for number in numbers])[2]):
+            chosen, begin, end = numbers[first:last], bounds[first], bounds[last]
+            before_T, rank_T, pairs_C = _places([known[number] for number in chosen])
+            P, (blocks_2N, tiles_3N) = int(pairs_C.sum()), tables(sizes_S[first:last])
+            places = [before_T, rank_T, bounds[first:last] - begin, sizes_S[first:last], blocks_2N.ravel(), tiles_3N.ravel()]
+            *where, blocks, tiles = upload(places, device)
+            some = max(AT_ONCE // max(4 * heads * P, 1), 1)
+            for q_lTHd, k_lTGd in zip(q_LTHd[:, begin:end].split(some), k_LTGd[:, begin:end].split(some), strict=True):
+                yield chosen, contact_features(q_lTHd, k_lTGd, *where, blocks.view(2, -1), tiles.view(3, -1), P, NEAREST, causal)
 
 
 def _together(bytes_S: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -98,14 +112,15 @@ def _together(bytes_S: np.ndarray) -> Iterator[tuple[int, int]]:
     yield first, bytes_S.size
 
 
-def _places(bounds: np.ndarray, tables: tuple[np.ndarray, np.ndarray], pairs: Pairs, device: torch.device) -> tuple:
-    """What the kernels are told of sequences that lie between `bounds`, and of their pairs, on `device`."""
-    sizes_C, counts = np.diff(bounds), np.array([i.size for i, _ in pairs])
-    squares_C = np.cumsum(sizes_C**2) - sizes_C**2
-    arrays = [bounds[:-1], sizes_C, *(table.ravel() for table in tables), squares_C, counts, *(i for i, _ in pairs), *(j for _, j in pairs)]
-    begins, sizes, blocks_N, tiles_N, squares, counts_C, *parts = upload(arrays, device)
-    i_P, j_P = torch.cat(parts[: len(pairs)]), torch.cat(parts[len(pairs) :])
-    of_P = torch.repeat_interleave(counts_C, output_size=int(counts.sum()))
-    pair_Q = torch.full((int((sizes_C**2).sum()),), -1, dtype=torch.int32, device=device)
-    pair_Q[squares[of_P] + (i_P + 1) * sizes[of_P] + j_P + 1] = torch.arange(i_P.numel(), dtype=torch.int32, device=device)
-    return begins, sizes, blocks_N.view(2, -1), tiles_N.view(3, -1), squares, pair_Q, i_P.numel()
+def _places(known: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the pairs of sequences stand among those of all: (i, j) at before_T[i] + rank_T[j], tokens with the specials. rank_T is
+    -1 where the place is not known; also the number of pairs of each sequence, [C]."""
+    sizes_C = np.array([part.size + 2 for part in known])
+    ends_C = np.cumsum(sizes_C)
+    known_T = np.concatenate([np.concatenate([[False], part, [False]]) for part in known])
+    rank_T = np.cumsum(known_T) - 1  # of a known residue, among those of all sequences
+    last_T = np.repeat(ends_C - 1, sizes_C)
+    nearer_T = rank_T[np.minimum(np.arange(known_T.size) + NEAREST - 1, last_T)]  # of the last known one that is too near
+    pairs_T = np.where(known_T, rank_T[last_T] - nearer_T, 0)
+    until_T = np.cumsum(pairs_T)
+    return until_T - pairs_T - nearer_T - 1, np.where(known_T, rank_T, -1), np.diff(until_T[ends_C - 1], prepend=0)

@@ -19,7 +19,7 @@ from torch import nn
 from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import l1
-from bmoe.evaluation.contact_features import pair_features
+from bmoe.evaluation.contact_features import NEAREST, pair_features, pairs_of
 from bmoe.evaluation.families import families, folds
 from bmoe.evaluation.forward import batch_slots, wrap
 from bmoe.evaluation.statistics import bootstrap
@@ -28,7 +28,6 @@ from bmoe.recipe import Recipe
 
 RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, None)}  # separations [from, to)
 SHARES = {"p_at_l": 1, "p_at_l2": 2, "p_at_l5": 5}
-NEAREST = 6
 TRAINING_CHAINS, FOLDS, PENALTY = 20, 5, 0.15
 SHOWN = 3  # chains whose maps are handed out for the report
 
@@ -51,7 +50,7 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str
         if i.size == 0:
             raise RequestError(f"{directory}: {chain.name} has no two residues {NEAREST} apart with N, CA and C; take it out")
     tokens = [wrap(letters, letters.encode(chain.sequence.encode())) for chain in chains]
-    features = pair_features(model, tokens, [chosen[:2] for chosen in pairs], batch_slots(recipe, device), device)
+    features = pair_features(model, tokens, [chain.known() for chain in chains], batch_slots(recipe, device), device)
     contact = [torch.from_numpy(chosen[2]) for chosen in pairs]
 
     probability: list[np.ndarray] = [np.empty(0)] * len(chains)
@@ -66,10 +65,7 @@ def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str
 
 def known_pairs(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pairs i < j at least NEAREST apart whose contact is known, and whether they touch."""
-    i, j = np.triu_indices(len(chain.sequence), NEAREST)
-    known = chain.known()
-    keep = known[i] & known[j]
-    i, j = i[keep], j[keep]
+    i, j = pairs_of(chain.known())
     return i, j, chain.contacts()[i, j]
 
 

@@ -1,6 +1,7 @@
 """Contact features of residue pairs from queries and keys, without ever forming an attention map.
 
-Legend: L layers, H heads, A = L x H maps (layer-major), T tokens, d head dimension, C sequences of n tokens, P pairs, N tiles.
+Legend: L layers, H query heads, G key heads, A = L x H maps (layer-major), T tokens, d head dimension, C sequences of n tokens,
+P pairs, N tiles.
 
 Mathematics, per map of a sequence, with R its residues (its tokens but the first and the last)
     p_ij = exp(q_i . k_j / sqrt(d) - z_i),   z_i = log sum over j of exp(q_i . k_j / sqrt(d))
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmoe.kernels.sizes import next_power_of_2
+from bmoe.kernels.sizes import cdiv, next_power_of_2
 
 BLOCK = 64
 """Tokens of a tile's rows and of its columns."""
@@ -27,18 +28,16 @@ BLOCK = 64
 WARPS = 8
 """With four, a tile of the features takes all 255 registers of a thread (bf16, d 64, sm_90); with eight no kernel spills."""
 
-SUMMED = 1024
-"""Sums over a row that are added at a time: one wait for memory where most chains have no more tokens."""
+MAPS = 4
+"""Maps whose tile of features one program computes, one after the other: the loads of the next one are under way meanwhile."""
 
 
 @triton.jit
-def _tokens(x_LTHd, begin, token, inside, layer_stride, heads, d, D: tl.constexpr):
-    """[BLOCK, D] of one head, fp32 or less, 0 outside."""
-    a = tl.program_id(1)
-    at = (a // heads).to(tl.int64) * layer_stride + (a % heads) * d
+def _tokens(head_Td, begin, token, inside, token_stride, d, D: tl.constexpr):
+    """[BLOCK, D] of one head, as it is, 0 outside."""
     column = tl.arange(0, D)
-    place = token[:, None] * (heads * d) + column[None, :]
-    return tl.load(x_LTHd + at + begin * heads * d + place, mask=inside[:, None] & (column < d)[None, :], other=0.0)
+    place = token[:, None] * token_stride + column[None, :]
+    return tl.load(head_Td + begin * token_stride + place, mask=inside[:, None] & (column < d)[None, :], other=0.0)
 
 
 @triton.jit
@@ -48,18 +47,21 @@ def _products(left, right, scale):
 
 @triton.jit
 def _normaliser_kernel(
-    q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, blocks, T, scale, layer_stride, heads, d,
+    q_LTHd, k_LTGd, begins_C, sizes_C, blocks_2N, z_AT, blocks, T, scale, heads, group, d, q_layer, q_token, k_layer, k_token,
     CAUSAL: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     sequence, block = tl.load(blocks_2N + tl.program_id(0)), tl.load(blocks_2N + blocks + tl.program_id(0))
     begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence).to(tl.int32)
+    a = tl.program_id(1)
+    q_Td = q_LTHd + (a // heads).to(tl.int64) * q_layer + a % heads * d
+    k_Td = k_LTGd + (a // heads).to(tl.int64) * k_layer + a % heads // group * d
     i = block.to(tl.int32) * B + tl.arange(0, B)
-    q = _tokens(q_LTHd, begin, i, i < n, layer_stride, heads, d, D)
+    q = _tokens(q_Td, begin, i, i < n, q_token, d, D)
     top = tl.full([B], float("-inf"), tl.float32)
     total = tl.zeros([B], tl.float32)
     for first in range(0, n, B):
         j = first + tl.arange(0, B)
-        s = _products(q, _tokens(k_LTHd, begin, j, j < n, layer_stride, heads, d, D), scale)
+        s = _products(q, _tokens(k_Td, begin, j, j < n, k_token, d, D), scale)
         seen = (j < n)[None, :]
         if CAUSAL:
             seen = seen & (j[None, :] <= i[:, None])
@@ -67,27 +69,29 @@ def _normaliser_kernel(
         above = tl.maximum(top, tl.max(s, axis=1))  # finite from the first block on: its first token is seen by all
         total = total * tl.exp(top - above) + tl.sum(tl.exp(s - above[:, None]), axis=1)
         top = above
-    tl.store(z_AT + tl.program_id(1).to(tl.int64) * T + begin + i, top + tl.log(total), mask=i < n)
+    tl.store(z_AT + a.to(tl.int64) * T + begin + i, top + tl.log(total), mask=i < n)
 
 
 @triton.jit
 def _sums_kernel(
-    q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, r_AT, blocks, T, scale, layer_stride, heads, d,
+    q_LTHd, k_LTGd, begins_C, sizes_C, blocks_2N, z_AT, r_AT, blocks, T, scale, heads, group, d, q_layer, q_token, k_layer, k_token,
     CAUSAL: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     sequence, block = tl.load(blocks_2N + tl.program_id(0)), tl.load(blocks_2N + blocks + tl.program_id(0))
     begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence).to(tl.int32)
-    at = tl.program_id(1).to(tl.int64) * T + begin
+    a = tl.program_id(1)
+    q_Td = q_LTHd + (a // heads).to(tl.int64) * q_layer + a % heads * d
+    k_Td = k_LTGd + (a // heads).to(tl.int64) * k_layer + a % heads // group * d
+    at = a.to(tl.int64) * T + begin
     i = block.to(tl.int32) * B + tl.arange(0, B)
-    q_i = _tokens(q_LTHd, begin, i, i < n, layer_stride, heads, d, D)
-    k_i = _tokens(k_LTHd, begin, i, i < n, layer_stride, heads, d, D)
+    q_i, k_i = _tokens(q_Td, begin, i, i < n, q_token, d, D), _tokens(k_Td, begin, i, i < n, k_token, d, D)
     z_i = tl.load(z_AT + at + i, mask=i < n, other=0.0)
     r = tl.zeros([B], tl.float32)
     for first in range(0, n, B):
         j = first + tl.arange(0, B)
         z_j = tl.load(z_AT + at + j, mask=j < n, other=0.0)
-        row = _products(q_i, _tokens(k_LTHd, begin, j, j < n, layer_stride, heads, d, D), scale) - z_i[:, None]
-        column = _products(k_i, _tokens(q_LTHd, begin, j, j < n, layer_stride, heads, d, D), scale) - z_j[None, :]
+        row = _products(q_i, _tokens(k_Td, begin, j, j < n, k_token, d, D), scale) - z_i[:, None]
+        column = _products(k_i, _tokens(q_Td, begin, j, j < n, q_token, d, D), scale) - z_j[None, :]
         residue = ((j > 0) & (j < n - 1))[None, :]
         if CAUSAL:
             row = tl.where(j[None, :] <= i[:, None], row, float("-inf"))
@@ -97,33 +101,51 @@ def _sums_kernel(
 
 
 @triton.jit
+def _roots_kernel(begins_C, sizes_C, r_AT, T, MANY: tl.constexpr):
+    """r / sqrt(t) in place of r, whose products are the correction."""
+    begin, n = tl.load(begins_C + tl.program_id(0)), tl.load(sizes_C + tl.program_id(0)).to(tl.int32)
+    r_n = r_AT + tl.program_id(1).to(tl.int64) * T + begin
+    parts = tl.zeros([MANY], tl.float32)
+    for first in range(0, n, MANY):
+        token = first + tl.arange(0, MANY)
+        parts += tl.load(r_n + token, mask=token < n, other=0.0)
+    root = tl.sqrt(tl.maximum(tl.sum(parts, axis=0), 1e-30))  # a head may look at specials alone
+    for first in range(0, n, MANY):
+        token = first + tl.arange(0, MANY)
+        tl.store(r_n + token, tl.load(r_n + token, mask=token < n, other=0.0) / root, mask=token < n)
+
+
+@triton.jit
 def _features_kernel(
-    q_LTHd, k_LTHd, begins_C, sizes_C, squares_C, tiles_3N, pair_Q, z_AT, r_AT, out_AP, tiles, T, P, scale, layer_stride, heads, d,
-    CAUSAL: tl.constexpr, D: tl.constexpr, B: tl.constexpr, SUMMED: tl.constexpr,
+    q_LTHd, k_LTGd, begins_C, sizes_C, tiles_3N, before_T, rank_T, z_AT, r_AT, out_AP, tiles, P, maps, nearest,
+    T, scale, heads, group, d, q_layer, q_token, k_layer, k_token,
+    CAUSAL: tl.constexpr, D: tl.constexpr, B: tl.constexpr, MAPS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles_3N + tl.program_id(0)
     sequence = tl.load(tile)
-    begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence).to(tl.int32)
-    at = tl.program_id(1).to(tl.int64) * T + begin
     i = tl.load(tile + tiles).to(tl.int32) * B + tl.arange(0, B)
     j = tl.load(tile + 2 * tiles).to(tl.int32) * B + tl.arange(0, B)
-    inside = (i < n)[:, None] & (j < n)[None, :]
-    pair = tl.load(pair_Q + tl.load(squares_C + sequence) + i[:, None] * n + j[None, :], mask=inside, other=-1)
-    parts = tl.zeros([SUMMED], tl.float32)
-    for first in range(0, n, SUMMED):
-        token = first + tl.arange(0, SUMMED)
-        parts += tl.load(r_AT + at + token, mask=token < n, other=0.0)
-    t = tl.maximum(tl.sum(parts, axis=0), 1e-30)  # a head may look at specials alone
-    z_i, z_j = tl.load(z_AT + at + i, mask=i < n, other=0.0), tl.load(z_AT + at + j, mask=j < n, other=0.0)
-    r_i, r_j = tl.load(r_AT + at + i, mask=i < n, other=0.0), tl.load(r_AT + at + j, mask=j < n, other=0.0)
-    k_i = _tokens(k_LTHd, begin, i, i < n, layer_stride, heads, d, D)
-    q_j = _tokens(q_LTHd, begin, j, j < n, layer_stride, heads, d, D)
-    found = tl.exp(_products(k_i, q_j, scale) - z_j[None, :]) - (r_i / t)[:, None] * r_j[None, :]
-    if not CAUSAL:  # then i, the earlier one, does not see j
-        q_i = _tokens(q_LTHd, begin, i, i < n, layer_stride, heads, d, D)
-        k_j = _tokens(k_LTHd, begin, j, j < n, layer_stride, heads, d, D)
-        found += tl.exp(_products(q_i, k_j, scale) - z_i[:, None])
-    tl.store(out_AP + tl.program_id(1).to(tl.int64) * P + pair, found, mask=pair >= 0)
+    begin, n = tl.load(begins_C + sequence), tl.load(sizes_C + sequence).to(tl.int32)
+    before, rank_i = tl.load(before_T + begin + i, mask=i < n, other=0), tl.load(rank_T + begin + i, mask=i < n, other=-1)
+    rank_j = tl.load(rank_T + begin + j, mask=j < n, other=-1)
+    asked = (rank_i >= 0)[:, None] & (rank_j >= 0)[None, :] & (j[None, :] - i[:, None] >= nearest)
+    for number in range(MAPS):
+        a = tl.program_id(1) * MAPS + number
+        size = tl.where(a < maps, n, 0)
+        q_Td = q_LTHd + (a // heads).to(tl.int64) * q_layer + a % heads * d
+        k_Td = k_LTGd + (a // heads).to(tl.int64) * k_layer + a % heads // group * d
+        at = a.to(tl.int64) * T + begin
+        inside_i, inside_j = i < size, j < size
+        z_j = tl.load(z_AT + at + j, mask=inside_j, other=0.0)
+        r_i, r_j = tl.load(r_AT + at + i, mask=inside_i, other=0.0), tl.load(r_AT + at + j, mask=inside_j, other=0.0)
+        k_i, q_j = _tokens(k_Td, begin, i, inside_i, k_token, d, D), _tokens(q_Td, begin, j, inside_j, q_token, d, D)
+        found = tl.exp(_products(k_i, q_j, scale) - z_j[None, :]) - r_i[:, None] * r_j[None, :]
+        if not CAUSAL:  # then i, the earlier one, does not see j
+            z_i = tl.load(z_AT + at + i, mask=inside_i, other=0.0)
+            q_i, k_j = _tokens(q_Td, begin, i, inside_i, q_token, d, D), _tokens(k_Td, begin, j, inside_j, k_token, d, D)
+            found += tl.exp(_products(q_i, k_j, scale) - z_i[:, None])
+        row = out_AP + (a.to(tl.int64) * P + before)[:, None]
+        tl.store(row + rank_j[None, :], found, mask=asked & inside_i[:, None])
 
 
 def tables(sizes_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -137,39 +159,27 @@ def tables(sizes_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def contact_features(
-    q_LTHd: Tensor, k_LTHd: Tensor, begins_C: Tensor, sizes_C: Tensor, blocks_2N: Tensor, tiles_3N: Tensor,
-    squares_C: Tensor, pair_Q: Tensor, pairs: int, causal: bool,
+    q_LTHd: Tensor, k_LTGd: Tensor, before_T: Tensor, rank_T: Tensor, begins_C: Tensor, sizes_C: Tensor, blocks_2N: Tensor,
+    tiles_3N: Tensor, pairs: int, nearest: int, causal: bool,
 ) -> Tensor:  # fmt: skip
     """Features fp32 [A, P] of pairs of residues of the sequences at `begins_C`, of `sizes_C` tokens with their specials.
 
-    q_LTHd, k_LTHd: bf16, fp16 or fp32, contiguous, of one shape. Integers are int64, but for pair_Q, int32: the squares [n, n] of the
-    sequences one after the other, each from `squares_C` on; at (i, j), tokens of a sequence, i < j, the pair's place among the P
-    `pairs`, -1 where nothing is asked for. blocks_2N and tiles_3N are `tables` of the sizes. Sums have a fixed order.
+    q_LTHd, k_LTGd: bf16, fp16 or fp32, the heads of a token one after the other. Integers are int64. Tokens i and j of a sequence are
+    a pair if both rank_T are at least 0 and j - i is at least `nearest`; its place among the P `pairs` is before_T[i] + rank_T[j].
+    blocks_2N and tiles_3N are `tables` of the sizes. Sums have a fixed order.
     """
     L, T, H, d = q_LTHd.shape
-    A, scale = L * H, d**-0.5
-    z_AT, r_AT = (q_LTHd.new_empty(A, T, dtype=torch.float32) for _ in range(2))
-    out_AP = q_LTHd.new_empty(A, pairs, dtype=torch.float32)
-    common = (scale, T * H * d, H, d, causal, next_power_of_2(max(d, 16)), BLOCK)
+    A, group = L * H, H // k_LTGd.shape[2]
+    z_AT, r_AT = (torch.empty(A, T, dtype=torch.float32, device=q_LTHd.device) for _ in range(2))
+    out_AP = torch.empty(A, pairs, dtype=torch.float32, device=q_LTHd.device)
     blocks, tiles = blocks_2N.shape[1], tiles_3N.shape[1]
-    _normaliser_kernel[(blocks, A)](q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, blocks, T, *common, num_warps=WARPS)
-    _sums_kernel[(blocks, A)](q_LTHd, k_LTHd, begins_C, sizes_C, blocks_2N, z_AT, r_AT, blocks, T, *common, num_warps=WARPS)
-    _features_kernel[(tiles, A)](
-        q_LTHd,
-        k_LTHd,
-        begins_C,
-        sizes_C,
-        squares_C,
-        tiles_3N,
-        pair_Q,
-        z_AT,
-        r_AT,
-        out_AP,
-        tiles,
-        T,
-        pairs,
-        *common,
-        SUMMED,
-        num_warps=WARPS,
+    strides = (*q_LTHd.stride()[:2], *k_LTGd.stride()[:2])
+    common = (T, d**-0.5, H, group, d, *strides, causal, next_power_of_2(max(d, 16)), BLOCK)
+    sequences = (q_LTHd, k_LTGd, begins_C, sizes_C)
+    _normaliser_kernel[(blocks, A)](*sequences, blocks_2N, z_AT, blocks, *common, num_warps=WARPS)
+    _sums_kernel[(blocks, A)](*sequences, blocks_2N, z_AT, r_AT, blocks, *common, num_warps=WARPS)
+    _roots_kernel[(sizes_C.numel(), A)](begins_C, sizes_C, r_AT, T, MANY=512, num_warps=4)
+    _features_kernel[(tiles, cdiv(A, MAPS))](
+        *sequences, tiles_3N, before_T, rank_T, z_AT, r_AT, out_AP, tiles, pairs, A, nearest, *common, MAPS, num_warps=WARPS
     )
     return out_AP

@@ -12,7 +12,6 @@ attention leaves them open, in its output before it and in the gradient behind i
 Bytes (bf16): forward 2 (H + G) d T in and out; backward the same. 6 operations per pair: memory limits both.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -84,12 +83,16 @@ def _turn(source, target, cleared_THd, cu_seqlens, cos_Th, sin_Th, heads: int, t
     )  # fmt: skip
 
 
-def queries_and_keys(qkv_TAd: Tensor, groups: int, cos_Th: Tensor, sin_Th: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def queries_and_keys(
+    qkv_TAd: Tensor, groups: int, cos_Th: Tensor, sin_Th: Tensor, cu_seqlens: Tensor, qk_Tad: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Turned queries and keys [T, H + G, d] of a contiguous projection [T, H + 2G, d], and memory [T, H, d] for attention's
-    output, where only the rows of no sequence are filled, with zeros. Angles contiguous fp32 [T, d/2]."""
+    output, where only the rows of no sequence are filled, with zeros. Angles contiguous fp32 [T, d/2]. They are written into
+    contiguous `qk_Tad` where it is given."""
     T, A, d = qkv_TAd.shape
     queries, turned = A - 2 * groups, A - groups
-    qk_Tad, out_THd = (torch.empty(T, n, d, dtype=qkv_TAd.dtype, device=qkv_TAd.device) for n in (turned, queries))
+    qk_Tad = qkv_TAd.new_empty(T, turned, d) if qk_Tad is None else qk_Tad
+    out_THd = qkv_TAd.new_empty(T, queries, d)
     _turn(qkv_TAd, qk_Tad, out_THd, cu_seqlens, cos_Th, sin_Th, turned, turned, queries, back=False)
     return qk_Tad, out_THd
 

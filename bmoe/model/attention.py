@@ -90,12 +90,14 @@ def attention(
     max_seqlen: int,
     causal: bool,
     kind: str = "auto",
+    tail: bool = True,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v within each sequence; returns [T, H, d] in q's dtype.
 
-    `max_seqlen` bounds the sequences' lengths and may exceed all of them. `kind`: `varlen` is torch's variable-length
-    flash attention (CUDA, bf16 or fp16), `sdpa` one exact call a sequence (any device and dtype; waits for the device
-    on CUDA), `auto` the first where it runs. Raises RequestError for `varlen` where it cannot run.
+    `max_seqlen` bounds the sequences' lengths and may exceed all of them. `tail`: rows of no sequence are possible.
+    `kind`: `varlen` is torch's variable-length flash attention (CUDA, bf16 or fp16), `sdpa` one exact call a
+    sequence (any device and dtype; waits for the device on CUDA), `auto` the first where it runs. Raises
+    RequestError for `varlen` where it cannot run.
     """
     fits = q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
     if kind == "varlen" and not fits:
@@ -103,7 +105,7 @@ def attention(
             f"backend.attention: varlen needs a GPU and bf16, and this is {q_THd.dtype} on {q_THd.device.type}; use auto or sdpa"
         )
     if fits and kind != "sdpa":
-        return _varlen(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal)
+        return _varlen(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal, tail)
     repeats = q_THd.shape[1] // k_TGd.shape[1]
     if repeats > 1:
         k_TGd, v_TGd = k_TGd.repeat_interleave(repeats, dim=1), v_TGd.repeat_interleave(repeats, dim=1)
@@ -118,7 +120,7 @@ _VARLEN_CAUSAL = {"is_causal": True} if "is_causal" in _VARLEN_OPTIONS else {"wi
 _VARLEN_GROUPS = "enable_gqa" in _VARLEN_OPTIONS
 
 
-def _varlen(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal) -> Tensor:
+def _varlen(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal, tail) -> Tensor:
     """The kernel leaves tail rows of its outputs unwritten, so both sides of it are cleaned by selection, not by a product."""
     repeats = q_THd.shape[1] // k_TGd.shape[1]
     options = dict(_VARLEN_CAUSAL) if causal else {}
@@ -126,6 +128,8 @@ def _varlen(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, causal) -> Tensor:
         options["enable_gqa"] = True
     elif repeats > 1:
         k_TGd, v_TGd = k_TGd.repeat_interleave(repeats, dim=1), v_TGd.repeat_interleave(repeats, dim=1)
+    if not tail:
+        return varlen_attn(q_THd, k_TGd, v_TGd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     inside_T11 = (torch.arange(q_THd.shape[0], device=q_THd.device) < cu_seqlens[-1])[:, None, None]
     q, k, v = (torch.where(inside_T11, x, 0) for x in (q_THd, k_TGd, v_TGd))
     out_THd = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)

@@ -12,7 +12,7 @@ from bmoe.data.alphabet import alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import contacts
 from bmoe.evaluation.attention_maps import Maps, attention_maps, turned
-from bmoe.evaluation.contact_features import features_at, from_maps, from_projections, pair_features
+from bmoe.evaluation.contact_features import features_at, from_maps, from_projections, pair_features, pairs_of
 from bmoe.evaluation.forward import packed, wrap
 from bmoe.evaluation.structures import Chain
 from bmoe.interop.esm2 import from_esm2
@@ -73,12 +73,12 @@ def test_layers_of_a_long_chain_may_come_one_after_the_other(folder, make_recipe
     model, letters = make_model(make_recipe("encoder")).eval(), alphabet("protein")
     chains = contacts.read_chains(folder)
     tokens = [wrap(letters, letters.encode(chain.sequence.encode())) for chain in chains]
-    pairs = [contacts.known_pairs(chain)[:2] for chain in chains]
-    together = pair_features(model, tokens, pairs, 1024, CPU)
+    known = [chain.known() for chain in chains]
+    together = pair_features(model, tokens, known, 1024, CPU)
     monkeypatch.setattr("bmoe.evaluation.attention_maps.FORMED", 1)
     seen = [maps.values_ACnn.shape[0] for maps in attention_maps(model, [wrap(letters, letters.encode(b"MKV" * 9))], 1024, CPU)]
     assert seen == [model.blocks[0].attention.heads] * len(model.blocks)
-    for alone, whole in zip(pair_features(model, tokens, pairs, 1024, CPU), together, strict=True):
+    for alone, whole in zip(pair_features(model, tokens, known, 1024, CPU), together, strict=True):
         assert alone.shape == whole.shape and torch.allclose(alone, whole, atol=1e-7)
 
 
@@ -88,7 +88,7 @@ def test_layers_of_a_long_chain_may_come_one_after_the_other(folder, make_recipe
     ids=["all", "some", "a layer", "decoder"],
 )
 def test_kernels_give_the_features_of_the_maps(make_recipe, make_model, proteins, kind, at_once, monkeypatch):
-    """Sequences around a tile's length, a third of the pairs, of one none; sharp attention; all at once, some sequences, or some layers."""
+    """Sequences around a tile's length, holes in them, one without pairs; sharp attention; all at once, some sequences, or some layers."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     monkeypatch.setattr("bmoe.evaluation.contact_features.AT_ONCE", at_once)
@@ -99,11 +99,13 @@ def test_kernels_give_the_features_of_the_maps(make_recipe, make_model, proteins
         block.attention.qkv.weight.data *= 3.0
     text = np.concatenate([proteins.sequence(number) for number in range(4)])
     tokens = [wrap(proteins.alphabet, text[begin : begin + n]) for begin, n in ((0, 62), (5, 63), (9, 20), (2, 9), (30, 7))]
-    pairs = [tuple(part[::3] for part in np.triu_indices(t.size - 2, 6)) for t in tokens]
-    pairs[3] = (pairs[3][0][:0], pairs[3][1][:0])
+    known = [np.random.default_rng(number).random(t.size - 2) < 0.7 for number, t in enumerate(tokens)]
+    known[3][:] = False
+    pairs = [pairs_of(part) for part in known]
+    assert pairs[3][0].size == pairs[4][0].size == 0 < pairs[2][0].size
     found, expected = {}, {}
     for source, into in ((from_projections, found), (from_maps, expected)):
-        for numbers, features_AP in source(model, tokens, pairs, 200, device):
+        for numbers, features_AP in source(model, tokens, known, 200, device):
             for number, part in zip(numbers, features_AP.split([pairs[n][0].size for n in numbers], dim=1), strict=True):
                 into.setdefault(number, []).append(part)
     assert found.keys() == expected.keys() == set(range(5))
@@ -121,7 +123,9 @@ def test_queries_and_keys_are_those_of_the_layer(make_recipe, make_model, protei
     seen = []
 
     def compare(layer, arguments):
-        seen.append((turned(layer, *arguments), layer.project(*arguments)))
+        qk_Tad = arguments[0].new_empty(arguments[0].shape[0], layer.heads + layer.kv_heads, layer.head_dim)
+        v_TGd = turned(layer, *arguments, qk_Tad)
+        seen.append(((*qk_Tad.split((layer.heads, layer.kv_heads), dim=1), v_TGd), layer.project(*arguments)))
 
     model.blocks[1].attention.register_forward_pre_hook(compare)
     (batch,) = packed([wrap(proteins.alphabet, proteins.sequence(number)[:30]) for number in range(3)], 200, device)
