@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bmoe.data.alphabet import alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import contacts
 from bmoe.evaluation.attention_maps import Maps, attention_maps, turned
-from bmoe.evaluation.contact_features import features_at, from_maps, from_projections, pair_features, pairs_of
+from bmoe.evaluation.contact_features import NEAREST, _places, features_at, from_maps, from_projections, pair_features, pairs_of
 from bmoe.evaluation.forward import packed, wrap
 from bmoe.evaluation.structures import Chain
 from bmoe.interop.esm2 import from_esm2
@@ -113,6 +115,22 @@ def test_kernels_give_the_features_of_the_maps(make_recipe, make_model, proteins
     for number, parts in expected.items():
         torch.testing.assert_close(torch.cat(found[number]), torch.cat(parts), rtol=1e-4, atol=5e-6)
     assert torch.cat(expected[0]).std() > 0.01
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=5))
+def test_pairs_are_numbered_row_by_row(known):
+    """The places the kernels write to, against the pairs listed one by one."""
+    known = [np.array(part) for part in known]
+    before_T, rank_T, pairs_C = _places(known)
+    assert (rank_T >= 0).sum() == sum(part.sum() for part in known)
+    begin = place = 0
+    for part, count in zip(known, pairs_C, strict=True):
+        listed = [(i, j) for i in range(part.size) for j in range(i + NEAREST, part.size) if part[i] and part[j]]
+        assert list(zip(*pairs_of(part), strict=True)) == listed and len(listed) == count
+        for i, j in listed:
+            assert before_T[begin + 1 + i] + rank_T[begin + 1 + j] == place
+            place += 1
+        begin += part.size + 2
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])
