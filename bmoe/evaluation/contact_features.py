@@ -90,12 +90,12 @@ def from_projections(model: nn.Module, sequences: list[np.ndarray], known: list[
     causal = model.blocks[0].attention.causal
     for numbers, bounds, q_LTHd, k_LTGd in projections(model, sequences, slots, device):
         sizes_S, layers, heads = np.diff(bounds), q_LTHd.shape[0], q_LTHd.shape[2]
-        for first, last in _together(4 * layers * heads * _places([known[number] for number in numbers])[2]):
+        before_T, rank_T, pairs_S = _places([known[number] for number in numbers])
+        for first, last in _together(4 * layers * heads * pairs_S):
             chosen, begin, end = numbers[first:last], bounds[first], bounds[last]
-            before_T, rank_T, pairs_C = _places([known[number] for number in chosen])
-            P, (blocks_2N, tiles_3N) = int(pairs_C.sum()), tables(sizes_S[first:last])
-            places = [before_T, rank_T, bounds[first:last] - begin, sizes_S[first:last], blocks_2N.ravel(), tiles_3N.ravel()]
-            *where, blocks, tiles = upload(places, device)
+            P, (blocks_2N, tiles_3N) = int(pairs_S[first:last].sum()), tables(sizes_S[first:last])
+            places = [before_T[begin:end] - pairs_S[:first].sum(), rank_T[begin:end], bounds[first:last] - begin, sizes_S[first:last]]
+            *where, blocks, tiles = upload([*places, blocks_2N.ravel(), tiles_3N.ravel()], device)
             some = max(AT_ONCE // max(4 * heads * P, 1), 1)
             for q_lTHd, k_lTGd in zip(q_LTHd[:, begin:end].split(some), k_LTGd[:, begin:end].split(some), strict=True):
                 yield chosen, contact_features(q_lTHd, k_lTGd, *where, blocks.view(2, -1), tiles.view(3, -1), P, NEAREST, causal)

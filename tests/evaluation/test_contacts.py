@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bmoe.data.alphabet import alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import contacts
-from bmoe.evaluation.attention_maps import Maps, attention_maps, turned
+from bmoe.evaluation.attention_maps import Maps, _projected, attention_maps, turned
 from bmoe.evaluation.contact_features import NEAREST, _places, features_at, from_maps, from_projections, pair_features, pairs_of
 from bmoe.evaluation.forward import packed, wrap
 from bmoe.evaluation.structures import Chain
@@ -131,6 +131,28 @@ def test_pairs_are_numbered_row_by_row(known):
             assert before_T[begin + 1 + i] + rank_T[begin + 1 + j] == place
             place += 1
         begin += part.size + 2
+
+
+@pytest.mark.parametrize("kind, more", [("encoder", {}), ("decoder", {"kv_heads": 2}), ("encoder", {"qk_norm": True})])
+def test_a_pass_whose_queries_and_keys_are_kept_is_the_plain_one(make_recipe, make_model, proteins, kind, more):
+    """The kernels and the maps read what this pass leaves, so they would not tell of an error in it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_model(make_recipe(kind, **more)).to(device)
+    if device.type == "cuda":
+        to_compute_dtype(model)
+    (batch,) = packed([wrap(proteins.alphabet, proteins.sequence(number)[:30]) for number in range(3)], 200, device)
+    projected = []
+    handle = model.blocks[1].attention.register_forward_pre_hook(lambda layer, arguments: projected.append(layer.project(*arguments)))
+    with torch.no_grad():
+        plain = model(**batch.inputs).logits.float()
+        handle.remove()
+        with _projected(model, int(batch.bounds[-1])) as qk_LTad:
+            kept = model(**batch.inputs).logits.float()
+    wide = {"rtol": 0.02, "atol": 0.02} if device.type == "cuda" else {"rtol": 1e-6, "atol": 1e-6}
+    assert plain.std() > 0.01
+    torch.testing.assert_close(kept, plain, **wide)
+    ((q_THd, k_TGd, _),) = projected
+    torch.testing.assert_close(qk_LTad[1], torch.cat([q_THd, k_TGd], dim=1), **wide)
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])
