@@ -1,7 +1,7 @@
 """Features of residue pairs for contacts: every head's attention, symmetrised, with the average product correction.
 
-As in ESM (Rao et al. 2021), the specials are stripped before. On a GPU kernels compute the features alone (kernels/contact_features.py):
-maps in memory take a small model longer than its forward passes. Elsewhere maps are formed and gathered, by the definition.
+As in ESM (Rao et al. 2021), the specials are stripped before. On a GPU kernels compute the features alone, in 16 bits
+(kernels/contact_features.py): maps in memory take a small model longer than its forward passes. Elsewhere maps are formed and gathered, by the definition.
 
 The pairs of a sequence are its residues i < j of known place, at least NEAREST apart, row by row: as in `pairs_of`.
 
@@ -19,6 +19,7 @@ from bmoe.evaluation.forward import upload
 
 NEAREST = 6
 FITTING = 2**34  # bytes of features that stay on the device
+WIDEST = 128  # head dimension the kernels take
 AT_ONCE = 2**32  # bytes of features computed at a time, of several sequences, or of some layers of one
 
 Pairs = list[tuple[np.ndarray, np.ndarray]]
@@ -39,12 +40,17 @@ def pair_features(model: nn.Module, sequences: list[np.ndarray], known: list[np.
     counts = _places(known)[2].tolist()
     home = device if 4 * heads * sum(counts) <= FITTING else torch.device("cpu")
     found: list[list[Tensor]] = [[] for _ in sequences]
-    source = from_projections if device.type == "cuda" else from_maps
+    source = from_projections if _kernels_run(model.blocks[0].attention, device) else from_maps
     for numbers, features_AP in source(model, sequences, known, slots, device):
         parts = features_AP.to(home).split([counts[number] for number in numbers], dim=1)
         for number, part_AP in zip(numbers, parts, strict=True):
             found[number].append(part_AP)
     return [torch.cat(parts).T if len(parts) > 1 else parts[0].T for parts in found]
+
+
+def _kernels_run(layer: nn.Module, device: torch.device) -> bool:
+    """On a GPU, with 16 bits and heads whose tiles fit a multiprocessor; with 32 the kernels' registers spill."""
+    return device.type == "cuda" and layer.qkv.weight.dtype in (torch.bfloat16, torch.float16) and layer.head_dim <= WIDEST
 
 
 Source = Iterator[tuple[list[int], Tensor]]

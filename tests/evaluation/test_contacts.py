@@ -14,10 +14,20 @@ from bmoe.data.alphabet import alphabet
 from bmoe.errors import RequestError
 from bmoe.evaluation import contacts
 from bmoe.evaluation.attention_maps import Maps, _projected, attention_maps, turned
-from bmoe.evaluation.contact_features import NEAREST, _places, features_at, from_maps, from_projections, pair_features, pairs_of
+from bmoe.evaluation.contact_features import (
+    NEAREST,
+    _kernels_run,
+    _places,
+    features_at,
+    from_maps,
+    from_projections,
+    pair_features,
+    pairs_of,
+)
 from bmoe.evaluation.forward import packed, wrap
 from bmoe.evaluation.structures import Chain
 from bmoe.interop.esm2 import from_esm2
+from bmoe.model.attention import Attention
 from bmoe.model.transformer import Transformer, Vocabulary
 from bmoe.recipe import BackendSection, ModelSection
 from bmoe.training.setup import to_compute_dtype
@@ -115,6 +125,16 @@ def test_kernels_give_the_features_of_the_maps(make_recipe, make_model, proteins
     for number, parts in expected.items():
         torch.testing.assert_close(torch.cat(found[number]), torch.cat(parts), rtol=1e-4, atol=5e-6)
     assert torch.cat(expected[0]).std() > 0.01
+
+
+@pytest.mark.parametrize(
+    "device, dtype, width, runs",
+    [("cuda", torch.bfloat16, 256, True), ("cuda", torch.bfloat16, 512, False), ("cuda", torch.float32, 256, False),
+     ("cpu", torch.bfloat16, 256, False)],
+)  # fmt: skip
+def test_kernels_run_where_their_tiles_fit(device, dtype, width, runs):
+    layer = Attention(width, 2, 2, False, False, None, "auto").to(dtype)
+    assert _kernels_run(layer, torch.device(device)) is runs
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=5))
