@@ -1,7 +1,8 @@
 """Features of residue pairs for contacts: every head's attention, symmetrised, with the average product correction.
 
 As in ESM (Rao et al. 2021), the specials are stripped before. On a GPU kernels compute the features alone, in 16 bits
-(kernels/contact_features.py): maps in memory take a small model longer than its forward passes. Elsewhere maps are formed and gathered, by the definition.
+(kernels/contact_features.py): maps in memory take a small model longer than its forward passes. Elsewhere maps are formed and
+gathered, by the definition.
 
 The pairs of a sequence are its residues i < j of known place, at least NEAREST apart, row by row: as in `pairs_of`.
 
