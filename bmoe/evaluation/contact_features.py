@@ -124,7 +124,10 @@ def _places(known: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     -1 where the place is not known; also the number of pairs of each sequence, [C]."""
     sizes_C = np.array([part.size + 2 for part in known])
     ends_C = np.cumsum(sizes_C)
-    known_T = np.concatenate([np.concatenate([[False], part, [False]]) for part in known])
+    inner_T = np.ones(ends_C[-1], bool)
+    inner_T[ends_C - 1] = inner_T[ends_C - sizes_C] = False
+    known_T = np.zeros(ends_C[-1], bool)
+    known_T[inner_T] = np.concatenate(known)
     rank_T = np.cumsum(known_T) - 1  # of a known residue, among those of all sequences
     last_T = np.repeat(ends_C - 1, sizes_C)
     nearer_T = rank_T[np.minimum(np.arange(known_T.size) + NEAREST - 1, last_T)]  # of the last known one that is too near

@@ -158,11 +158,15 @@ def _features_kernel(
 def tables(sizes_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Blocks of rows, [2, N] (sequence, block), and tiles of the upper halves, [3, N'] (sequence, block of i, block of j)."""
     counts_C = -(-sizes_C // BLOCK)
-    upper = [np.triu_indices(count) for count in counts_C]
-    sequence = np.arange(sizes_C.size)
-    blocks = np.stack([np.repeat(sequence, counts_C), np.concatenate([np.arange(count) for count in counts_C])])
-    tiles = np.stack([np.repeat(sequence, [i.size for i, _ in upper]), *(np.concatenate(part) for part in zip(*upper, strict=True))])
-    return blocks, tiles
+    sequence_N, block_N = _numbered(counts_C)
+    of_N, right_N = _numbered(counts_C[sequence_N] - block_N)
+    return np.stack([sequence_N, block_N]), np.stack([sequence_N[of_N], block_N[of_N], block_N[of_N] + right_N])
+
+
+def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of so many items of each group, one group after the other: which group, and the place in it."""
+    group = np.repeat(np.arange(counts.size), counts)
+    return group, np.arange(group.size) - (np.cumsum(counts) - counts)[group]
 
 
 def contact_features(

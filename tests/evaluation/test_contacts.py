@@ -137,6 +137,18 @@ def test_kernels_run_where_their_tiles_fit(device, dtype, width, runs):
     assert _kernels_run(layer, torch.device(device)) is runs
 
 
+@given(st.lists(st.integers(2, 300), min_size=1, max_size=4))
+def test_tiles_cover_every_pair_of_a_sequence_once(sizes):
+    """Against the pairs of blocks listed one by one."""
+    pytest.importorskip("triton")
+    from bmoe.kernels.contact_features import BLOCK, tables
+
+    counts = [-(-size // BLOCK) for size in sizes]
+    blocks, tiles = tables(np.array(sizes))
+    assert blocks.T.tolist() == [[c, i] for c, count in enumerate(counts) for i in range(count)]
+    assert tiles.T.tolist() == [[c, i, j] for c, count in enumerate(counts) for i in range(count) for j in range(i, count)]
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=5))
 def test_pairs_are_numbered_row_by_row(known):
     """The places the kernels write to, against the pairs listed one by one."""
