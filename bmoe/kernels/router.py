@@ -1,6 +1,6 @@
-"""The router in two kernels forward and four backward: logits, scores, top-k, weights, loads and both losses.
+"""The router in three kernels forward and three backward: logits, scores, top-k, weights, loads and both losses.
 
-Shapes: T tokens, D width, E experts, K top-k, n real tokens (slots at or beyond n are a dummy tail), B token blocks.
+Shapes: T tokens, D width, E experts, K top-k, n real tokens (slots at or beyond n are a dummy tail), B token blocks, P parts.
 
 Mathematics (fp32), per real token
     l_e = w_e x                        s = softmax(l) or sigmoid(l)           chosen: K largest of s + bias, lowest
@@ -14,16 +14,19 @@ backward, with c_e = E counts_e / (n^2 K) dbalance and S the sum of the chosen s
 A slot of the tail gets the expert E ("no expert"), weight 0 and no gradient.
 
 Exactness: a bf16 x times an fp32 weight is exact once the weight is split into three bf16 parts, so tensor cores give
-the fp32 logits (the order of the sum aside) at the cost of reading x once. A plain fp32 product would first write x in
-fp32 and then run outside the tensor cores.
+the fp32 logits (the order of the sum aside) at the cost of reading x once. The weight is split in a launch of its own, and the
+gradient of the logits where it is made: tiles then go from memory to the tensor cores past the registers. A plain fp32 product
+would first write x in fp32 and then run outside the tensor cores. dx, which is rounded to bf16, takes the three largest of the
+nine products of parts.
 
-Bytes: forward 2 T D in, 4 T E + 12 T K out; backward 2 T D out for dx, 2 T D in for dw, 4 T E four times. The experts read
-the same x: adding their gradient of it where dx is made costs 2 T D, and saves a pass over 6 T D.
-FLOPs: 6 T D E each for logits, 2 T D E for dx, 4 T D E for dw; memory limits all of them up to E of about 100.
+Bytes (bf16 x): forward 2 T D in, 4 T E + 12 T K out; backward 2 T D out for dx, 2 T D in for dw, 4 T E in, 6 T E out and in. The
+experts read the same x: adding their gradient of it where dx is made costs 2 T D, and saves a pass over 6 T D.
+FLOPs: 6 T D E each for logits, dx and dw; memory limits all of them up to E of about 100.
 
-Measured on an H200 (T = 16,384, D = 1280; GPU time): forward 21 us for 8 experts and 39 us for 64 (floor 11), weight
-gradient 19 and 33 us (floor 10). docs/kernels.md has the rest.
+Measured on an H200 (T = 16,384; docs/kernels.md).
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,23 +38,29 @@ from bmoe.kernels.sizes import cdiv, next_power_of_2
 from bmoe.kernels.sums import sum_parts
 
 TOKENS = 64
-"""Tokens of one program: the smallest tile of Hopper's matrix instruction."""
+"""Rows of the smallest tile of Hopper's matrix instruction."""
+
+PROGRAMS = 128
+"""Of the weight gradient: one for each multiprocessor of an H100 or H200 but four."""
+
+SHARED = 216_000
+"""Bytes of shared memory that a program's tiles on their way may take, of 227 KiB."""
 
 
 @triton.jit
-def _dot_exact(x, w, acc):
-    """acc + x w for bf16 x and fp32 w, by three bf16 parts of w; plain fp32 for fp32 x."""
-    if x.dtype == tl.float32:
-        acc = tl.dot(x, w, acc, input_precision="ieee")
-    else:
-        high = w.to(x.dtype)
-        rest = w - high.to(tl.float32)
-        middle = rest.to(x.dtype)
-        low = (rest - middle.to(tl.float32)).to(x.dtype)
-        acc = tl.dot(x, low, acc)
-        acc = tl.dot(x, middle, acc)
-        acc = tl.dot(x, high, acc)
-    return acc
+def _store_parts(value, parts, at, part_size, mask, PARTS: tl.constexpr):
+    """fp32 `value` as a sum of PARTS numbers of the type of `parts`, each `part_size` behind the one before."""
+    for _ in tl.static_range(PARTS):
+        part = value.to(parts.dtype.element_ty)
+        tl.store(parts + at, part, mask=mask)
+        value -= part.to(tl.float32)
+        parts += part_size
+
+
+@triton.jit
+def _split_kernel(weight_N, parts_PN, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _store_parts(tl.load(weight_N + at, mask=at < n, other=0.0), parts_PN, at, n, at < n, PARTS)
 
 
 @triton.jit
@@ -71,7 +80,7 @@ def _scores(logits, real_expert, SIGMOID: tl.constexpr):
 @triton.jit
 def _route_kernel(
     x_TD,
-    weight_ED,
+    weight_PED,
     bias_E,
     real_tokens,
     logits_TE,
@@ -88,6 +97,7 @@ def _route_kernel(
     K_P2: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -100,8 +110,10 @@ def _route_kernel(
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         x = tl.load(x_TD + token[:, None].to(tl.int64) * D + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
-        w = tl.load(weight_ED + expert[None, :] * D + d[:, None], mask=real_expert & (d < D)[:, None], other=0.0)
-        logits = _dot_exact(x, w, logits)
+        for part in tl.static_range(PARTS):
+            at = part * E * D + expert[None, :] * D + d[:, None]
+            w = tl.load(weight_PED + at, mask=real_expert & (d < D)[:, None], other=0.0)
+            logits = tl.dot(x, w, logits, input_precision="ieee")
     tl.store(logits_TE + token[:, None] * E + expert[None, :], logits, mask=inside & real_expert)
 
     scores, soft, log_total = _scores(logits, real_expert, SIGMOID)
@@ -175,14 +187,21 @@ def _route_backward_kernel(
     dbalance,
     dz,
     real_tokens,
-    dlogits_TE,
+    weight_PED,
+    dthrough_TD,
+    dlogits_PTE,
+    dx_TD,
     tokens,
+    THROUGH: tl.constexpr,
+    D: tl.constexpr,
     E: tl.constexpr,
     E_P2: tl.constexpr,
     K: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.arange(0, E_P2)
@@ -219,43 +238,31 @@ def _route_backward_kernel(
         dlogits = scores * (dscores - tl.sum(dscores * scores, axis=1)[:, None])
     dlogits += soft * (2.0 * tl.load(dz) * log_total / n)[:, None]
     dlogits = tl.where(real & real_expert, dlogits, 0.0)
-    tl.store(dlogits_TE + token[:, None] * E + expert[None, :], dlogits, mask=inside & real_expert)
+    _store_parts(dlogits, dlogits_PTE, token[:, None] * E + expert[None, :], tokens * E, inside & real_expert, PARTS)
 
-
-@triton.jit
-def _route_input_kernel(
-    dlogits_TE,
-    weight_ED,
-    dthrough_TD,
-    dx_TD,
-    tokens,
-    THROUGH: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    E_P2: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    expert = tl.arange(0, E_P2)
-    inside = (token < tokens)[:, None]
-    dlogits = tl.load(dlogits_TE + token[:, None] * E + expert[None, :], mask=inside & (expert < E)[None, :], other=0.0)
-    w = tl.load(weight_ED + expert[:, None] * D + d[None, :], mask=(expert < E)[:, None] & (d < D)[None, :], other=0.0)
-    # dx is rounded to x's dtype: for bf16, tf32 products are four times finer than that rounding.
-    if dx_TD.dtype.element_ty == tl.float32:
-        dx = tl.dot(dlogits, w, input_precision="ieee")
-    else:
-        dx = tl.dot(dlogits, w, input_precision="tf32")
-    at = token[:, None].to(tl.int64) * D + d[None, :]
-    if THROUGH:
-        dx += tl.load(dthrough_TD + at, mask=inside & (d < D)[None, :], other=0.0).to(tl.float32)
-    tl.store(dx_TD + at, dx.to(dx_TD.dtype.element_ty), mask=inside & (d < D)[None, :])
+    # dx is rounded to x's dtype. Of a bf16 pair of parts the products that are left out are 2^-16 of the whole.
+    high = dlogits.to(dx_TD.dtype.element_ty)
+    low = (dlogits - high.to(tl.float32)).to(dx_TD.dtype.element_ty)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        at = token[:, None].to(tl.int64) * D + d[None, :]
+        inside_D = inside & (d < D)[None, :]
+        dx = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        if THROUGH:
+            dx += tl.load(dthrough_TD + at, mask=inside_D, other=0.0).to(tl.float32)
+        w_p = weight_PED + expert[:, None] * D + d[None, :]
+        real_w = (expert < E)[:, None] & (d < D)[None, :]
+        w = tl.load(w_p, mask=real_w, other=0.0)
+        dx = tl.dot(high, w, dx, input_precision="ieee")
+        if PARTS > 1:
+            dx = tl.dot(low, w, dx)
+            dx = tl.dot(high, tl.load(w_p + E * D, mask=real_w, other=0.0), dx)
+        tl.store(dx_TD + at, dx.to(dx_TD.dtype.element_ty), mask=inside_D)
 
 
 @triton.jit
 def _route_weight_kernel(
-    dlogits_TE,
+    dlogits_PTE,
     x_TD,
     partial_SED,
     tokens,
@@ -263,6 +270,7 @@ def _route_weight_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     E_P2: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -274,12 +282,11 @@ def _route_weight_kernel(
     for first in range(start, start + tokens_of_split, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         x = tl.load(x_TD + t[None, :].to(tl.int64) * D + d[:, None], mask=(t < tokens)[None, :] & (d < D)[:, None], other=0.0)
-        dlogits = tl.load(
-            dlogits_TE + t[:, None] * E + expert[None, :],
-            mask=(t < tokens)[:, None] & (expert < E)[None, :],
-            other=0.0,
-        )
-        acc = _dot_exact(x, dlogits, acc)
+        of_part = dlogits_PTE
+        for _ in tl.static_range(PARTS):
+            part = tl.load(of_part + t[:, None] * E + expert[None, :], mask=(t < tokens)[:, None] & (expert < E)[None, :], other=0.0)
+            acc = tl.dot(x, part, acc, input_precision="ieee")
+            of_part += tokens * E
     at = (split * E + expert[None, :]) * D + d[:, None]
     tl.store(partial_SED + at, acc, mask=(expert < E)[None, :] & (d < D)[:, None])
 
@@ -288,46 +295,82 @@ def _sizes(experts: int) -> int:
     return max(next_power_of_2(experts), 16)
 
 
-def _warps(experts_p2: int) -> int:
-    """Eight where four would spill: a [64, 64] tile of several fp32 arrays."""
-    return 8 if experts_p2 >= 64 else 4
+class Tile(NamedTuple):
+    """Sizes of a program's tile, the fastest of a sweep on an H200 for 16 and 64 (padded) experts; others keep registers from spilling."""
+
+    tokens: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def _forward_tile(experts_p2: int) -> Tile:
+    if experts_p2 < 64:
+        return Tile(TOKENS, 128, 4, 3)
+    tokens, columns = (2 * TOKENS, 64) if experts_p2 == 64 else (TOKENS, 32)
+    return Tile(tokens, columns, 8, _stages(2 * columns * (tokens + 3 * experts_p2)))
+
+
+def _backward_tile(experts_p2: int) -> Tile:
+    if experts_p2 < 64:
+        return Tile(TOKENS // 2, 128, 8, 2)
+    return Tile(TOKENS, 128, 4, 2) if experts_p2 == 64 else Tile(TOKENS // 2, 64, 8, 2)
+
+
+def _weight_tile(experts_p2: int, width: int) -> Tile:
+    columns = 256 if width >= 1024 and experts_p2 <= 64 else 64
+    return Tile(TOKENS, columns, 8 if columns == 256 else 4, _stages(2 * TOKENS * (columns + 3 * experts_p2)))
+
+
+def _stages(bytes_each: int) -> int:
+    return max(min(SHARED // bytes_each, 4), 1)
+
+
+def _parts(dtype: torch.dtype) -> int:
+    """How many numbers of `dtype` hold an fp32: bf16 has 8 of its 24 bits."""
+    return 1 if dtype == torch.float32 else 3
 
 
 def _forward_fake(x_TD, weight_ED, bias_E, real_tokens, top_k, sigmoid, normalize):
     tokens, experts = x_TD.shape[0], weight_ED.shape[0]
     new = weight_ED.new_empty
     experts_TK = x_TD.new_empty(tokens, top_k, dtype=torch.int64)
-    return experts_TK, new(tokens, top_k), new(()), new(()), new(experts), new(tokens, experts)
+    weight_PED = x_TD.new_empty(_parts(x_TD.dtype), *weight_ED.shape)
+    return experts_TK, new(tokens, top_k), new(()), new(()), new(experts), new(tokens, experts), weight_PED
 
 
 @operator("router", _forward_fake)
 def router_forward(
     x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, real_tokens: Tensor, top_k: int, sigmoid: bool, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """experts_TK int64, weights_TK fp32, balance, z, counts_E fp32, and logits_TE for the backward."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """experts_TK int64, weights_TK fp32, balance, z, counts_E fp32; for the backward logits_TE and the parts of the weight."""
     tokens, width = x_TD.shape
     experts = weight_ED.shape[0]
     new = weight_ED.new_empty
     experts_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=x_TD.device)
     weights_TK, logits_TE, counts_E = new(tokens, top_k), new(tokens, experts), new(experts)
     balance, z = new(()), new(())
-    blocks = cdiv(tokens, TOKENS)
     experts_p2 = _sizes(experts)
+    tile = _forward_tile(experts_p2)
+    blocks = cdiv(tokens, tile.tokens)
     counts_BE = torch.empty(blocks, experts_p2, dtype=torch.int32, device=x_TD.device)
     shares_BE, z_B = new(blocks, experts_p2), new(blocks)
+    parts = _parts(x_TD.dtype)
+    weight_PED = x_TD.new_empty(parts, experts, width)
     if blocks:
+        _split_kernel[(cdiv(weight_ED.numel(), 512),)](weight_ED.contiguous(), weight_PED, weight_ED.numel(), parts, 512, num_warps=4)
         _route_kernel[(blocks,)](
-            x_TD.contiguous(), weight_ED, bias_E, real_tokens, logits_TE, experts_TK, weights_TK, counts_BE, shares_BE,
-            z_B, tokens, width, experts, experts_p2, top_k, next_power_of_2(top_k), sigmoid, normalize, TOKENS,
-            64, num_warps=_warps(experts_p2), num_stages=4,
+            x_TD.contiguous(), weight_PED, bias_E, real_tokens, logits_TE, experts_TK, weights_TK, counts_BE, shares_BE,
+            z_B, tokens, width, experts, experts_p2, top_k, next_power_of_2(top_k), sigmoid, normalize, parts,
+            tile.tokens, tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     chunk = max(4096 // experts_p2, 1)
     _route_finish_kernel[(1,)](counts_BE, shares_BE, z_B, real_tokens, counts_E, balance, z, blocks, experts, experts_p2, top_k, chunk)
-    return experts_TK, weights_TK, balance, z, counts_E, logits_TE
+    return experts_TK, weights_TK, balance, z, counts_E, logits_TE, weight_PED
 
 
-def _backward_fake(dthrough_TD, dweights_TK, dbalance, dz, x_TD, weight_ED, *_):
-    return x_TD.new_empty(x_TD.shape), torch.empty_like(weight_ED)
+def _backward_fake(dthrough_TD, dweights_TK, dbalance, dz, x_TD, real_tokens, experts_TK, counts_E, logits_TE, weight_PED, *_):
+    return x_TD.new_empty(x_TD.shape), logits_TE.new_empty(weight_PED.shape[1:])
 
 
 @operator("router_backward", _backward_fake)
@@ -337,53 +380,50 @@ def router_backward(
     dbalance: Tensor,
     dz: Tensor,
     x_TD: Tensor,
-    weight_ED: Tensor,
     real_tokens: Tensor,
     experts_TK: Tensor,
     counts_E: Tensor,
     logits_TE: Tensor,
+    weight_PED: Tensor,
     sigmoid: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """dx_TD in x's dtype, `dthrough_TD` included; dweight_ED fp32."""
-    tokens, width = x_TD.shape
-    experts, experts_p2 = weight_ED.shape[0], _sizes(weight_ED.shape[0])
+    (tokens, width), (parts, experts, _) = x_TD.shape, weight_PED.shape
+    experts_p2 = _sizes(experts)
     x_TD = x_TD.contiguous()
     dx_TD = torch.empty_like(x_TD)
     through = dthrough_TD is not None
     dthrough_TD = dthrough_TD.contiguous() if through else x_TD
     if tokens == 0:
-        return dx_TD, torch.zeros_like(weight_ED)
-    dlogits_TE = torch.empty_like(logits_TE)
-    blocks = cdiv(tokens, TOKENS)
-    block_t = max(min(2048 // experts_p2, TOKENS), 8)  # more would not fit into registers
-    _route_backward_kernel[(cdiv(tokens, block_t),)](
-        logits_TE, experts_TK, dweights_TK.contiguous(), counts_E, dbalance, dz, real_tokens, dlogits_TE, tokens,
-        experts, experts_p2, experts_TK.shape[1], sigmoid, normalize, block_t,
-        num_warps=_warps(experts_p2),
+        return dx_TD, logits_TE.new_zeros(experts, width)
+    dlogits_PTE = x_TD.new_empty(parts, tokens, experts)
+    tile = _backward_tile(experts_p2)
+    _route_backward_kernel[(cdiv(tokens, tile.tokens),)](
+        logits_TE, experts_TK, dweights_TK.contiguous(), counts_E, dbalance, dz, real_tokens, weight_PED, dthrough_TD, dlogits_PTE,
+        dx_TD, tokens, through, width, experts, experts_p2, experts_TK.shape[1], sigmoid, normalize, parts,
+        tile.tokens, tile.columns, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    block_d = 128 if width >= 128 else 64
-    _route_input_kernel[(blocks, cdiv(width, block_d))](
-        dlogits_TE, weight_ED, dthrough_TD, dx_TD, tokens, through, width, experts, experts_p2, TOKENS, block_d, num_warps=4
-    )
-    splits = min(blocks, 32)
-    tokens_of_split = cdiv(cdiv(tokens, splits), TOKENS) * TOKENS
-    partial_SED = weight_ED.new_empty(splits, experts, width)
-    _route_weight_kernel[(splits, cdiv(width, block_d))](
-        dlogits_TE, x_TD, partial_SED, tokens, tokens_of_split, width, experts, experts_p2, TOKENS, block_d,
-        num_warps=4, num_stages=3,
+    tile = _weight_tile(experts_p2, width)
+    columns = cdiv(width, tile.columns)
+    splits = min(cdiv(tokens, tile.tokens), max(PROGRAMS // columns, 1))
+    tokens_of_split = cdiv(cdiv(tokens, splits), tile.tokens) * tile.tokens
+    partial_SED = logits_TE.new_empty(splits, experts, width)
+    _route_weight_kernel[(splits, columns)](
+        dlogits_PTE, x_TD, partial_SED, tokens, tokens_of_split, width, experts, experts_p2, parts, tile.tokens, tile.columns,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return dx_TD, sum_parts(partial_SED, weight_ED.dtype)
+    return dx_TD, sum_parts(partial_SED, logits_TE.dtype)
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, weight_ED, bias_E, real_tokens, top_k, sigmoid, normalize):
-        experts_TK, weights_TK, balance, z, counts_E, logits_TE = router_forward(
+        experts_TK, weights_TK, balance, z, counts_E, logits_TE, weight_PED = router_forward(
             x_TD, weight_ED, bias_E, real_tokens, top_k, sigmoid, normalize
         )
         ctx.sigmoid, ctx.normalize = sigmoid, normalize
-        ctx.save_for_backward(x_TD, weight_ED, real_tokens, experts_TK, counts_E, logits_TE)
+        ctx.save_for_backward(x_TD, real_tokens, experts_TK, counts_E, logits_TE, weight_PED)
         ctx.mark_non_differentiable(experts_TK, counts_E)
         return experts_TK, weights_TK, balance, z, counts_E
 

@@ -9,6 +9,7 @@ Mathematics
     spread(x)[r]      = x[token_of_row[r]]                                     [T, D] -> [N, D]
     combine(r, w)[t]  = sum over k of w[t, k] r[row_of_slot[t K + k]], fp32    [N, D] -> [T, D]
     combine(r)        = the same with w = 1: the transpose of spread
+    A residual x[t] may be added to the sum: 2 T D bytes more in, where an addition of its own would move 6 T D.
 
 Bytes (bf16, floor; no FLOPs to speak of)
     sort     8 N + 4 N in, 12 N out, and B E int32 counters that stay in L2
@@ -191,17 +192,22 @@ def _combine_kernel(
     y_TD,
     row_of_slot_N,
     weights_N,
+    residual_TD,
     tokens,
     D: tl.constexpr,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < D)[None, :]
+    at = token[:, None].to(tl.int64) * D + column[None, :]
     y = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if RESIDUAL:
+        y += tl.load(residual_TD + at, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
         row = tl.load(row_of_slot_N + token * K + k, mask=token < tokens, other=-1)
         part = tl.load(rows_ND + row[:, None].to(tl.int64) * D + column[None, :], mask=inside & (row >= 0)[:, None], other=0.0).to(
@@ -210,7 +216,7 @@ def _combine_kernel(
         if WEIGHTED:
             part *= tl.load(weights_N + token * K + k, mask=(token < tokens) & (row >= 0), other=0.0)[:, None]
         y += part
-    tl.store(y_TD + token[:, None].to(tl.int64) * D + column[None, :], y.to(y_TD.dtype.element_ty), mask=inside)
+    tl.store(y_TD + at, y.to(y_TD.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -234,8 +240,9 @@ def spread(x_TD: Tensor, row_of_slot_N: Tensor, k: int, rows: int | None = None)
     return rows_ND
 
 
-def combine(rows_ND: Tensor, row_of_slot_N: Tensor, k: int, weights_TK: Tensor | None = None) -> Tensor:
-    """Sum of each token's K rows, times their fp32 weights if given, in fp32, rounded once to the rows' dtype: [T, D]."""
+def combine(rows_ND: Tensor, row_of_slot_N: Tensor, k: int, weights_TK: Tensor | None = None, residual_TD: Tensor | None = None) -> Tensor:
+    """Sum of each token's K rows, times their fp32 weights if given, and of its residual if given, in fp32, rounded once to the
+    rows' dtype: [T, D]."""
     width = rows_ND.shape[1]
     tokens = row_of_slot_N.numel() // k
     y_TD = rows_ND.new_empty(tokens, width)
@@ -243,9 +250,10 @@ def combine(rows_ND: Tensor, row_of_slot_N: Tensor, k: int, weights_TK: Tensor |
         rows, columns = row_tile(width, elements=1024)
         grid = (cdiv(tokens, rows), cdiv(width, columns))
         weights_N = rows_ND if weights_TK is None else weights_TK.reshape(-1)
+        residual = rows_ND if residual_TD is None else residual_TD.contiguous()
         _combine_kernel[grid](
-            rows_ND, y_TD, row_of_slot_N, weights_N, tokens, width, k, weights_TK is not None, rows, columns,
-            num_warps=4,
+            rows_ND, y_TD, row_of_slot_N, weights_N, residual, tokens, width, k, weights_TK is not None, residual_TD is not None,
+            rows, columns, num_warps=4,
         )  # fmt: skip
     return y_TD
 
@@ -266,13 +274,16 @@ def spread_reference(x_TD: Tensor, row_of_slot_N: Tensor, k: int) -> Tensor:
     return rows_ND
 
 
-def combine_reference(rows_ND: Tensor, row_of_slot_N: Tensor, k: int, weights_TK: Tensor | None = None) -> Tensor:
+def combine_reference(
+    rows_ND: Tensor, row_of_slot_N: Tensor, k: int, weights_TK: Tensor | None = None, residual_TD: Tensor | None = None
+) -> Tensor:
     """Plain-torch twin of `combine`."""
     picked_ND = torch.where((row_of_slot_N >= 0)[:, None], rows_ND[row_of_slot_N.clamp(min=0).long()], 0)
     picked_TKD = picked_ND.unflatten(0, (-1, k)).float()
     if weights_TK is not None:
         picked_TKD = torch.where((row_of_slot_N >= 0).view(-1, k, 1), picked_TKD * weights_TK[:, :, None], 0)
-    return picked_TKD.sum(1).to(rows_ND.dtype)
+    y_TD = picked_TKD.sum(1) if residual_TD is None else residual_TD.float() + picked_TKD.sum(1)
+    return y_TD.to(rows_ND.dtype)
 
 
 def to_slots_reference(values_N: Tensor, row_of_slot_N: Tensor) -> Tensor:

@@ -32,6 +32,12 @@ class MoE(nn.Module):
     def route(self, x_TD: Tensor, layout: Layout) -> Routing:
         return self.router(x_TD, layout)
 
-    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """y_TD, or residual_TD + y_TD."""
+        shared_TD = None if self.shared is None else self.shared(x_TD)
+        if residual_TD is not None and self.experts.adds_residual:
+            more_TD = residual_TD if shared_TD is None else residual_TD + shared_TD
+            return self.experts(x_TD, experts_TK, weights_TK, more_TD)
         y_TD = self.experts(x_TD, experts_TK, weights_TK)
-        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+        y_TD = y_TD if shared_TD is None else y_TD + shared_TD
+        return y_TD if residual_TD is None else residual_TD + y_TD

@@ -76,8 +76,12 @@ class Block(nn.Module):
         if not self.is_moe:
             return x_TD + _run(self.ffn, everything, h_TD), ()
         routing = self.ffn.route(h_TD, layout)
-        y_TD = _run(self.ffn, self.recompute != "none", routing.x_TD, routing.experts_TK, routing.weights_TK)
-        return x_TD + y_TD, (routing.balance, routing.z, routing.counts_E)
+        routed = (routing.x_TD, routing.experts_TK, routing.weights_TK)
+        if self.recompute == "none":
+            x_TD = self.ffn(*routed, x_TD)
+        else:  # a residual among the inputs would be kept for the recomputation
+            x_TD = x_TD + _run(self.ffn, True, *routed)
+        return x_TD, (routing.balance, routing.z, routing.counts_E)
 
     def _attend(self, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         x_TD, h_TD = self.attention_norm(x_TD, through=True)

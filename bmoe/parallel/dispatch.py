@@ -264,8 +264,8 @@ class ExpertParallel(nn.Module):
         return self.router(x_TD, layout)
 
     @torch.compiler.disable
-    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """As the layer's: y_TD in x's dtype. Collective over the group, in the forward and in the backward pass."""
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """As the layer's: y_TD, or residual_TD + y_TD, in x's dtype. Collective over the group, in the forward and in the backward pass."""
         journey = self.transport.depart(x_TD, experts_TK, weights_TK)
         shared_TD = None if self.shared is None else self.shared(x_TD)
         arrived = self.transport.arrive(journey)
@@ -273,4 +273,5 @@ class ExpertParallel(nn.Module):
             torch._dynamo.maybe_mark_dynamic(part, 0)
         out_MD = self.experts(*arrived)
         y_TD = self.transport.bring_back(out_MD, journey)
-        return y_TD if shared_TD is None else y_TD + shared_TD
+        y_TD = y_TD if shared_TD is None else y_TD + shared_TD
+        return y_TD if residual_TD is None else residual_TD + y_TD

@@ -168,7 +168,9 @@ def test_a_compiled_step_never_synchronises_nor_recompiles(kind):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(("tokens", "width", "experts", "k"), [(1000, 1280, 64, 8), (4097, 2048, 8, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "width", "experts", "k"), [(1000, 1280, 64, 8), (4097, 2048, 8, 2), (513, 320, 8, 2), (129, 72, 256, 8), (300, 640, 128, 4)]
+)
 def test_fused_router_equals_its_twin(score, tokens, width, experts, k):
     torch.manual_seed(0)
     x_TD = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)

@@ -17,7 +17,8 @@ def run(module, x_TD, experts_TK, weights_TK, dy_TD):
     x_TD, weights_TK = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
     y_TD = module(x_TD, experts_TK, weights_TK)
     y_TD.backward(dy_TD)
-    return {"y": y_TD, "x": x_TD.grad, "weights": weights_TK.grad} | {n: p.grad for n, p in module.named_parameters()}
+    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+    return {"y": y_TD, "x": x_TD.grad, "weights": weights_TK.grad} | {n: p.grad for n, p in named}
 
 
 def pair(tokens, experts, k, width=32, expert_width=48):
@@ -59,6 +60,16 @@ def test_equals_the_loop(path, pattern, tokens, experts, k, width):
     assert all(value < 1e-5 for value in errors(actual, expected).values())
 
 
+def test_a_residual_is_added_with_its_gradient(path):
+    _, module, x_TD, weights_TK, dy_TD = pair(29, 4, 2)
+    ids_TK, residual_TD = torch.randint(5, (29, 2), device=DEVICE), torch.randn_like(x_TD).requires_grad_()
+    expected = run(lambda *inputs: residual_TD + module(*inputs), x_TD, ids_TK, weights_TK, dy_TD)
+    expected["residual"], residual_TD.grad = residual_TD.grad, None
+    actual = run(lambda *inputs: module(*inputs, residual_TD), x_TD, ids_TK, weights_TK, dy_TD)
+    actual["residual"] = residual_TD.grad
+    assert all(value < 1e-6 for value in errors(actual, expected).values())
+
+
 def test_a_wrong_kernel_fails(monkeypatch, path):
     loop, module, x_TD, weights_TK, dy_TD = pair(29, 4, 2)
     ids_TK = torch.randint(4, (29, 2), device=DEVICE)
@@ -91,10 +102,11 @@ def test_compiles_once_into_one_graph():
 
 def test_operators_keep_their_contracts():
     _, module, x_TD, weights_TK, _ = pair(6, 3, 2)
-    arguments = (x_TD, torch.randint(3, (6, 2), device=DEVICE), weights_TK, module.gate_up, module.down, "auto")
+    arguments = (x_TD, torch.randint(3, (6, 2), device=DEVICE), weights_TK, module.gate_up, module.down)
     from bmoe.model.experts.triton import experts_forward
 
-    torch.library.opcheck(experts_forward, arguments, test_utils=("test_schema", "test_faketensor"))
+    for residual_TD in (None, x_TD):
+        torch.library.opcheck(experts_forward, (*arguments, residual_TD, "auto"), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_biases_and_gelu_are_refused():

@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from bmoe.kernels.router import route, route_reference  # noqa: E402
+from bmoe.kernels.router import _split_kernel, route, route_reference  # noqa: E402
+from bmoe.kernels.sizes import cdiv  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,7 +24,7 @@ def outputs(function, x_TD, weight_ED, bias_E, real, k, score, normalize, dweigh
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "real", "width", "experts", "k"),
-    [(1, 1, 16, 2, 1), (70, 51, 80, 8, 2), (130, 130, 33, 20, 6), (9, 0, 16, 4, 2)],
+    [(1, 1, 16, 2, 1), (70, 51, 80, 8, 2), (130, 130, 33, 20, 6), (9, 0, 16, 4, 2), (139, 131, 72, 64, 8), (66, 65, 40, 130, 3)],
 )
 def test_equals_the_twin(score, normalize, tokens, real, width, experts, k):
     torch.manual_seed(tokens)
@@ -38,6 +39,16 @@ def test_equals_the_twin(score, normalize, tokens, real, width, experts, k):
     assert torch.equal(ids_TK, expected_TK)
     for name, reference in expected.items():
         torch.testing.assert_close(actual[name].double(), reference, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("experts_and_width", [(3, 5), (8, 1280)])
+def test_three_bf16_hold_a_weight(experts_and_width):
+    """24 bits of an fp32 are three times the 8 of a bf16: nothing is lost."""
+    weight_ED = torch.randn(experts_and_width, device=DEVICE) * torch.logspace(-3, 3, experts_and_width[1], device=DEVICE)
+    weight_PED = torch.empty(3, *experts_and_width, dtype=torch.bfloat16, device=DEVICE)
+    _split_kernel[(cdiv(weight_ED.numel(), 512),)](weight_ED, weight_PED, weight_ED.numel(), 3, 512)
+    assert torch.equal(weight_PED.double().sum(0), weight_ED.double())
+    assert (weight_PED[1].abs() <= weight_PED[0].abs() * 2.0**-7).all()
 
 
 @pytest.mark.parametrize("tokens", [0, 70])

@@ -1,5 +1,7 @@
 """Sort, spread and combine against their plain-torch twins."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,10 +68,10 @@ def test_spread_and_combine_equal_their_twins(width, tokens, experts, k):
     assert torch.equal(gaps_RD[:used], spread_ND[:used]) and (gaps_RD[used:] == 0).all()
     rows_ND = torch.randn(tokens * k, width, device=DEVICE)
     rows_ND[used:] = float("nan")  # rows of no slot must not be read
-    for weights_TK in (None, torch.rand(tokens, k, device=DEVICE)):
+    for weights_TK, residual_TD in itertools.product((None, torch.rand(tokens, k, device=DEVICE)), (None, x_TD)):
         torch.testing.assert_close(
-            rows.combine(rows_ND, order.row_of_slot_N, k, weights_TK),
-            rows.combine_reference(rows_ND, order.row_of_slot_N, k, weights_TK),
+            rows.combine(rows_ND, order.row_of_slot_N, k, weights_TK, residual_TD),
+            rows.combine_reference(rows_ND, order.row_of_slot_N, k, weights_TK, residual_TD),
         )
     values_N = rows_ND[:, 0].contiguous()
     assert torch.equal(rows.to_slots(values_N, order.row_of_slot_N), rows.to_slots_reference(values_N, order.row_of_slot_N))

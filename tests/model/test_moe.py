@@ -21,6 +21,8 @@ def test_layer_is_the_weighted_sum_of_its_experts(kind, shared):
     layout = Layout(empty, empty, torch.tensor([0, 6]), 6, torch.arange(7) < 6, torch.tensor(6), None)
     routing = layer.route(x, layout)
     y = layer(x, routing.experts_TK, routing.weights_TK)
+    residual = torch.randn(7, 8)
+    torch.testing.assert_close(layer(x, routing.experts_TK, routing.weights_TK, residual), residual + y)
 
     def swiglu(x, gate_up, down):
         gate, up = (gate_up @ x).chunk(2)

@@ -52,7 +52,7 @@ def _check(down_EDF: Tensor) -> None:
         raise RequestError(f"precision.kind fp8_row cannot run here: {reason}.")
 
 
-def _forward_fake(x_TD, experts_TK, weights_TK, gate_up8_EID, gate_up_scale_E, down8_EDF, down_scale_E):
+def _forward_fake(x_TD, experts_TK, weights_TK, residual_TD, gate_up8_EID, gate_up_scale_E, down8_EDF, down_scale_E):
     n, new = experts_TK.numel(), experts_TK.new_empty
     E, C, D = gate_up8_EID.shape
     order = (new(n, dtype=torch.int32), new(n, dtype=torch.int32), new(n, dtype=torch.float32), new(E + 1, dtype=torch.int32))
@@ -64,6 +64,7 @@ def experts_forward(
     x_TD: Tensor,
     experts_TK: Tensor,
     weights_TK: Tensor,
+    residual_TD: Tensor | None,
     gate_up8_EID: Tensor,
     gate_up_scale_E: Tensor,
     down8_EDF: Tensor,
@@ -78,7 +79,7 @@ def experts_forward(
     h_NI, a_NF = fp8_gemm.up(x8_TD, gate_up8_EID, scale_N, order.token_of_row_N, bounds_E1)
     a8_NF, scale_N = fp8.quantize_rows(a_NF, bounds_E1, down_scale_E, order.weight_of_row_N)
     o_ND = fp8_gemm.down(a8_NF, down8_EDF, bounds_E1)
-    y_TD = combine(o_ND, order.row_of_slot_N, k, to_slots(scale_N, order.row_of_slot_N))
+    y_TD = combine(o_ND, order.row_of_slot_N, k, to_slots(scale_N, order.row_of_slot_N), residual_TD)
     return y_TD, h_NI, *order
 
 
@@ -121,9 +122,9 @@ def experts_backward(
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, *held):
+    def forward(ctx, x_TD, experts_TK, weights_TK, residual_TD, gate_up_ECD, down_EDF, *held):
         up8_EID, up8_EDI, up_scale_E, down8_EDF, down8_EFD, down_scale_E = held or quantize_weights(gate_up_ECD, down_EDF)
-        y_TD, *saved = experts_forward(x_TD, experts_TK, weights_TK, up8_EID, up_scale_E, down8_EDF, down_scale_E)
+        y_TD, *saved = experts_forward(x_TD, experts_TK, weights_TK, residual_TD, up8_EID, up_scale_E, down8_EDF, down_scale_E)
         ctx.k, ctx.held = experts_TK.shape[1], len(held)
         ctx.save_for_backward(x_TD, *saved, up8_EDI, down8_EFD, up_scale_E, down_scale_E)
         return y_TD
@@ -131,7 +132,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_TD):
         dx_TD, dweights_TK, dgate_up_ECD, ddown_EDF = experts_backward(dy_TD, *ctx.saved_tensors, ctx.k)
-        return dx_TD, None, dweights_TK, dgate_up_ECD, ddown_EDF, *[None] * ctx.held
+        dresidual_TD = dy_TD if ctx.needs_input_grad[3] else None
+        return dx_TD, None, dweights_TK, dresidual_TD, dgate_up_ECD, ddown_EDF, *[None] * ctx.held
 
 
 class Fp8Experts(TritonExperts):
@@ -154,9 +156,10 @@ class Fp8Experts(TritonExperts):
         """Quantise the weights in every pass from here on. The memory stays: CUDA graphs have recorded its addresses."""
         self.holds = False
 
-    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """y_TD in bf16, of bf16 x_TD. Raises RequestError where the products cannot run."""
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """y_TD in bf16, of bf16 x_TD, plus `residual_TD`. Raises RequestError where the products cannot run."""
         if x_TD.shape[0] == 0:
-            return super().forward(x_TD, experts_TK, weights_TK)
+            return super().forward(x_TD, experts_TK, weights_TK, residual_TD)
         held = self.held if self.holds else ()
-        return _Experts.apply(x_TD, experts_TK, weights_TK, self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype), *held)
+        weights = (self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype))
+        return _Experts.apply(x_TD, experts_TK, weights_TK, residual_TD, *weights, *held)

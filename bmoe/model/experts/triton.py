@@ -53,7 +53,7 @@ def _fused(gemms: str, x_TD: Tensor, down_EDF: Tensor) -> bool:
     return not empty and fused_path(gemms, x_TD.device, x_TD.dtype, down_EDF.shape[1], down_EDF.shape[2])[0]
 
 
-def _forward_fake(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, gemms):
+def _forward_fake(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, residual_TD, gemms):
     n = experts_TK.numel()
     new = experts_TK.new_empty
     order = (
@@ -67,7 +67,7 @@ def _forward_fake(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, gemms):
 
 @operator("experts", _forward_fake)
 def experts_forward(
-    x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor, gemms: str
+    x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor, residual_TD: Tensor | None, gemms: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y_TD, and for the backward h_NC (interleaved on the fused path) and the Order."""
     x_TD, k = x_TD.contiguous(), experts_TK.shape[1]
@@ -75,11 +75,12 @@ def experts_forward(
     if _fused(gemms, x_TD, down_EDF):
         h_NC, a_NF = fused_gemm.up(x_TD, gate_up_ECD, order.token_of_row_N, order.bounds_E1)
         o_ND = fused_gemm.down(a_NF, down_EDF, order.bounds_E1)
-        return combine(o_ND, order.row_of_slot_N, k, weights_TK), h_NC, *order
+        return combine(o_ND, order.row_of_slot_N, k, weights_TK, residual_TD), h_NC, *order
     offsets_E = order.bounds_E1[1:]
     h_NC = grouped_linear(spread(x_TD, order.row_of_slot_N, k), gate_up_ECD, offsets_E)
     a_NF = swiglu(h_NC, order.weight_of_row_N, order.bounds_E1)
-    return combine(grouped_linear(a_NF, down_EDF, offsets_E), order.row_of_slot_N, k), h_NC, *order
+    o_ND = grouped_linear(a_NF, down_EDF, offsets_E)
+    return combine(o_ND, order.row_of_slot_N, k, residual_TD=residual_TD), h_NC, *order
 
 
 def _backward_fake(dy_TD, x_TD, gate_up_ECD, down_EDF, h_NC, row_N, token_N, weight_N, bounds_E1, k, gemms):
@@ -132,8 +133,8 @@ def _gradients(dy_TD, x_TD, gate_up_ECD, down_EDF, h_NC, order, k):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, gemms):
-        y_TD, *saved = experts_forward(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, gemms)
+    def forward(ctx, x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, residual_TD, gemms):
+        y_TD, *saved = experts_forward(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, residual_TD, gemms)
         ctx.k, ctx.gemms = experts_TK.shape[1], gemms
         ctx.save_for_backward(x_TD, gate_up_ECD, down_EDF, *saved)
         return y_TD
@@ -141,11 +142,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_TD):
         dx_TD, dweights_TK, dgate_up_ECD, ddown_EDF = experts_backward(dy_TD, *ctx.saved_tensors, ctx.k, ctx.gemms)
-        return dx_TD, None, dweights_TK, dgate_up_ECD, ddown_EDF, None
+        return dx_TD, None, dweights_TK, dgate_up_ECD, ddown_EDF, dy_TD if ctx.needs_input_grad[5] else None, None
 
 
 class TritonExperts(Experts):
     """SwiGLU experts without biases. `gemms` chooses the path: auto (fused where it can run), fused or torch."""
+
+    adds_residual = True
 
     def __init__(
         self,
@@ -164,9 +167,10 @@ class TritonExperts(Experts):
         super().__init__(experts, width, expert_width)
         self.gemms = gemms
 
-    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """y_TD in x's dtype. Raises RequestError where `gemms` cannot be had, or without a GPU."""
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """y_TD in x's dtype, plus `residual_TD`, of the same shape and dtype, rounded once. Raises RequestError where `gemms` cannot be
+        had, or without a GPU."""
         if not (x_TD.is_cuda or _INTERPRETED):
             raise RequestError("backend.experts triton runs on a GPU; set it to grouped or auto on this device.")
         gate_up_ECD, down_EDF = self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype)
-        return _Experts.apply(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, self.gemms)
+        return _Experts.apply(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, residual_TD, self.gemms)

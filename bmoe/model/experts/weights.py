@@ -24,6 +24,9 @@ class Experts(nn.Module):
     The value E stands for "no expert": that (t, k) adds nothing and receives gradients that are exactly zero.
     """
 
+    adds_residual = False
+    """Whether `forward` takes a fourth argument, residual_TD, to be added to y_TD without a pass of its own."""
+
     def __init__(self, experts: int, width: int, expert_width: int, ffn: str = "swiglu", bias: bool = False):
         super().__init__()
         if ffn not in ("swiglu", "gelu"):
