@@ -296,7 +296,7 @@ def _sizes(experts: int) -> int:
 
 
 class Tile(NamedTuple):
-    """Sizes of a program's tile, the fastest of a sweep on an H200 for 16 and 64 (padded) experts; others keep registers from spilling."""
+    """Sizes of a program's tile: for bf16 and 16 or 64 (padded) experts the fastest of a sweep on an H200, else what fits registers."""
 
     tokens: int
     columns: int
@@ -304,20 +304,30 @@ class Tile(NamedTuple):
     stages: int
 
 
-def _forward_tile(experts_p2: int) -> Tile:
+PLAIN = Tile(32, 32, 8, 2)
+"""For fp32 x, whose products run outside the tensor cores."""
+
+
+def _forward_tile(experts_p2: int, parts: int) -> Tile:
+    if parts == 1:
+        return PLAIN
     if experts_p2 < 64:
         return Tile(TOKENS, 128, 4, 3)
     tokens, columns = (2 * TOKENS, 64) if experts_p2 == 64 else (TOKENS, 32)
     return Tile(tokens, columns, 8, _stages(2 * columns * (tokens + 3 * experts_p2)))
 
 
-def _backward_tile(experts_p2: int) -> Tile:
+def _backward_tile(experts_p2: int, parts: int) -> Tile:
+    if parts == 1:
+        return PLAIN
     if experts_p2 < 64:
         return Tile(TOKENS // 2, 128, 8, 2)
     return Tile(TOKENS, 128, 4, 2) if experts_p2 == 64 else Tile(TOKENS // 2, 64, 8, 2)
 
 
-def _weight_tile(experts_p2: int, width: int) -> Tile:
+def _weight_tile(experts_p2: int, parts: int, width: int) -> Tile:
+    if parts == 1:
+        return PLAIN
     columns = 256 if width >= 1024 and experts_p2 <= 64 else 64
     return Tile(TOKENS, columns, 8 if columns == 256 else 4, _stages(2 * TOKENS * (columns + 3 * experts_p2)))
 
@@ -351,11 +361,11 @@ def router_forward(
     weights_TK, logits_TE, counts_E = new(tokens, top_k), new(tokens, experts), new(experts)
     balance, z = new(()), new(())
     experts_p2 = _sizes(experts)
-    tile = _forward_tile(experts_p2)
+    parts = _parts(x_TD.dtype)
+    tile = _forward_tile(experts_p2, parts)
     blocks = cdiv(tokens, tile.tokens)
     counts_BE = torch.empty(blocks, experts_p2, dtype=torch.int32, device=x_TD.device)
     shares_BE, z_B = new(blocks, experts_p2), new(blocks)
-    parts = _parts(x_TD.dtype)
     weight_PED = x_TD.new_empty(parts, experts, width)
     if blocks:
         _split_kernel[(cdiv(weight_ED.numel(), 512),)](weight_ED.contiguous(), weight_PED, weight_ED.numel(), parts, 512, num_warps=4)
@@ -398,13 +408,13 @@ def router_backward(
     if tokens == 0:
         return dx_TD, logits_TE.new_zeros(experts, width)
     dlogits_PTE = x_TD.new_empty(parts, tokens, experts)
-    tile = _backward_tile(experts_p2)
+    tile = _backward_tile(experts_p2, parts)
     _route_backward_kernel[(cdiv(tokens, tile.tokens),)](
         logits_TE, experts_TK, dweights_TK.contiguous(), counts_E, dbalance, dz, real_tokens, weight_PED, dthrough_TD, dlogits_PTE,
         dx_TD, tokens, through, width, experts, experts_p2, experts_TK.shape[1], sigmoid, normalize, parts,
         tile.tokens, tile.columns, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    tile = _weight_tile(experts_p2, width)
+    tile = _weight_tile(experts_p2, parts, width)
     columns = cdiv(width, tile.columns)
     splits = min(cdiv(tokens, tile.tokens), max(PROGRAMS // columns, 1))
     tokens_of_split = cdiv(cdiv(tokens, splits), tile.tokens) * tile.tokens
