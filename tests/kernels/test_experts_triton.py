@@ -100,6 +100,18 @@ def test_compiles_once_into_one_graph():
     assert len(graphs) == 1
 
 
+def test_compiled_it_gives_the_residual_its_gradient():
+    _, module, x_TD, weights_TK, dy_TD = pair(24, 4, 2)
+    ids_TK, found = torch.randint(4, (24, 2), device=DEVICE), []
+    for call in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in (x_TD, torch.ones_like(x_TD))]
+        y_TD = call(leaves[0] * 2, ids_TK, weights_TK, leaves[1] * 3)
+        y_TD.backward(dy_TD)
+        found.append([y_TD.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[0][2], 3 * dy_TD)
+
+
 def test_operators_keep_their_contracts():
     _, module, x_TD, weights_TK, _ = pair(6, 3, 2)
     arguments = (x_TD, torch.randint(3, (6, 2), device=DEVICE), weights_TK, module.gate_up, module.down)
