@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from bmoe.kernels.operators import operator
+from bmoe.kernels.operators import apply, operator
 from bmoe.kernels.rotary import queries_and_keys, turn_back
 
 HEAD_DIMS = (64, 128)
@@ -122,4 +122,4 @@ def flash(qkv_TAd: Tensor, cos_Th: Tensor, sin_Th: Tensor, cu_seqlens: Tensor, m
 
     cos_Th, sin_Th: fp32 [T, d/2]; cu_seqlens: int32 [S + 1]; no sequence is longer than max_seqlen.
     """
-    return _Flash.apply(qkv_TAd, cos_Th, sin_Th, cu_seqlens, max_seqlen, groups, causal)
+    return apply(_Flash, qkv_TAd, cos_Th, sin_Th, cu_seqlens, max_seqlen, groups, causal)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmoe.kernels.operators import operator
+from bmoe.kernels.operators import apply, operator
 from bmoe.kernels.sizes import cdiv, next_power_of_2
 from bmoe.kernels.sums import sum_parts
 
@@ -191,14 +191,14 @@ class _AddNorm(torch.autograd.Function):
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The RMSNorm of contiguous rows, in x's dtype."""
-    return _Norm.apply(x_TD, weight_D, eps)
+    return apply(_Norm, x_TD, weight_D, eps)
 
 
 def norm_through(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x, its RMSNorm): the gradient of this x is added in the norm's backward pass."""
-    return _NormThrough.apply(x_TD, weight_D, eps)
+    return apply(_NormThrough, x_TD, weight_D, eps)
 
 
 def add_norm(x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(s, h): the sum and its RMSNorm, in x's dtype."""
-    return _AddNorm.apply(x_TD, y_TD, weight_D, eps)
+    return apply(_AddNorm, x_TD, y_TD, weight_D, eps)

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmoe.kernels.operators import operator
+from bmoe.kernels.operators import apply, operator
 from bmoe.kernels.sizes import cdiv, next_power_of_2
 from bmoe.kernels.sums import sum_parts
 
@@ -472,7 +472,8 @@ def route(
     in x_TD and weight_ED through weights, balance and z. One graph under torch.compile, nothing read on the host.
     `through` returns x_TD as a sixth: who reads x there has its gradient added in the router's backward pass.
     """
-    return (_RouteThrough if through else _Route).apply(x_TD, weight_ED, bias_E, real_tokens, top_k, score == "sigmoid", normalize)
+    function = _RouteThrough if through else _Route
+    return apply(function, x_TD, weight_ED, bias_E, real_tokens, top_k, score == "sigmoid", normalize)
 
 
 def route_reference(

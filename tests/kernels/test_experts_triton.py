@@ -118,7 +118,7 @@ def test_operators_keep_their_contracts():
     from bmoe.model.experts.triton import experts_forward
 
     for residual_TD in (None, x_TD):
-        torch.library.opcheck(experts_forward, (*arguments, residual_TD, "auto"), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(experts_forward.operator, (*arguments, residual_TD, "auto"), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_biases_and_gelu_are_refused():

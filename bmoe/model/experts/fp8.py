@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bmoe.errors import RequestError
 from bmoe.kernels import fp8, fp8_gemm, fused_gemm
-from bmoe.kernels.operators import operator
+from bmoe.kernels.operators import apply, operator
 from bmoe.kernels.rows import combine, sort_slots, to_slots
 from bmoe.model.experts.triton import TritonExperts
 
@@ -162,4 +162,4 @@ class Fp8Experts(TritonExperts):
             return super().forward(x_TD, experts_TK, weights_TK, residual_TD)
         held = self.held if self.holds else ()
         weights = (self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype))
-        return _Experts.apply(x_TD, experts_TK, weights_TK, residual_TD, *weights, *held)
+        return apply(_Experts, x_TD, experts_TK, weights_TK, residual_TD, *weights, *held)

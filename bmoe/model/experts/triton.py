@@ -25,7 +25,7 @@ from torch import Tensor
 from bmoe.errors import RequestError
 from bmoe.kernels import fused_gemm
 from bmoe.kernels.grouped_gemm import grouped_linear, grouped_outer
-from bmoe.kernels.operators import operator
+from bmoe.kernels.operators import apply, operator
 from bmoe.kernels.rows import Order, combine, sort_slots, spread, to_slots
 from bmoe.kernels.swiglu import swiglu, swiglu_backward
 from bmoe.model.experts.weights import Experts
@@ -173,4 +173,4 @@ class TritonExperts(Experts):
         if not (x_TD.is_cuda or _INTERPRETED):
             raise RequestError("backend.experts triton runs on a GPU; set it to grouped or auto on this device.")
         gate_up_ECD, down_EDF = self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype)
-        return _Experts.apply(x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, residual_TD, self.gemms)
+        return apply(_Experts, x_TD, experts_TK, weights_TK, gate_up_ECD, down_EDF, residual_TD, self.gemms)
