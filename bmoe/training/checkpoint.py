@@ -10,7 +10,8 @@ host first, one after the other; with `async` the files are then written and has
 Before a checkpoint is read, its files are compared with their digests. A resume sets a damaged one aside (`step-….damaged`)
 and takes the one before. Where none is left it refuses, and goes on refusing until the user has moved what was set aside.
 
-The newest `keep` checkpoints stay, and the one with the lowest valid_loss.
+The newest `keep` checkpoints stay, and the one with the lowest valid_loss. What else lies there, such as a user's copy under a name
+of its own, is neither taken for a checkpoint nor deleted.
 
 Names: model.NAME (fp32 masters, buffers), optimizer.m.NAME, optimizer.v.NAME. Experts are [experts, out, in] whatever the
 implementation and layout, so any layout loads what any other has saved.
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import threading
 import warnings
@@ -41,7 +43,8 @@ from bmoe.training.host_memory import host_twin, lock, pageable_twin
 from bmoe.training.optimizer import local
 
 PARTIAL, DAMAGED = ".partial", ".damaged"
-META = "meta.json"
+META, LATEST = "meta.json", "latest"
+NAME = re.compile(r"step-\d{10}")  # `folder_name`
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # torch says so at every save of one process
 
@@ -97,7 +100,8 @@ def _valid_loss(checkpoint: Path) -> float | None:
 
 
 def _whole(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.glob("step-*") if not p.name.endswith((PARTIAL, DAMAGED)) and (p / META).is_file())
+    """Oldest first: names of ten digits sort as numbers."""
+    return sorted(p for p in directory.glob("step-*") if NAME.fullmatch(p.name) and (p / META).is_file())
 
 
 def resume_point(run: Path, world: World, note: Callable[[str], None] = lambda text: None) -> Path | None:
@@ -112,7 +116,7 @@ def resume_point(run: Path, world: World, note: Callable[[str], None] = lambda t
             return path
         aside = on_first(world, lambda path=path: _set_aside(path))
         note(f"{path} is damaged ({fault}); it is set aside as {aside.name}")
-    left = on_first(world, lambda: sorted(p.name for p in directory.glob("step-*") if not p.name.endswith(PARTIAL)))
+    left = on_first(world, lambda: sorted(p.name for p in directory.glob("step-*") if NAME.fullmatch(p.name.removesuffix(DAMAGED))))
     if left:
         raise RequestError(
             f"no checkpoint of {run} can be used: {', '.join(left)} in {directory} {'is' if len(left) == 1 else 'are'} damaged; "
@@ -122,10 +126,13 @@ def resume_point(run: Path, world: World, note: Callable[[str], None] = lambda t
 
 
 def _set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, and have `latest` name the newest of the others, if there is one."""
     aside = checkpoint.with_name(checkpoint.name + DAMAGED)
     try:
         shutil.rmtree(aside, ignore_errors=True)
-        return checkpoint.rename(aside)
+        checkpoint.rename(aside)
+        _name_latest(checkpoint.parent)
+        return aside
     except OSError as error:
         raise RequestError(f"{checkpoint} is damaged and cannot be renamed ({error.strerror}); move it away") from None
 
@@ -260,7 +267,7 @@ class Checkpoints:
     def _guarded(self, step: int, state: dict[str, Tensor], meta: dict) -> None:
         try:
             self._write(step, state, meta)
-        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        except (Exception, dcp.api.CheckpointException) as error:  # the second is no Exception; of a thread nobody else would hear it
             self.error = error
             if self.rank == 0:
                 shutil.rmtree(self.directory / (folder_name(step) + PARTIAL), ignore_errors=True)
@@ -274,13 +281,13 @@ class Checkpoints:
         self._on_rank_0(lambda: self._finish(partial, self.directory / folder_name(step), digests, meta))
 
     def _digests(self, partial: Path) -> dict[str, dict]:
-        """Of every file: each rank hashes what it has written. Raises OSError on every rank."""
+        """Of every file: each rank hashes what it has written. Any error is an OSError on every rank."""
         found: list[dict | str] = [{}]
         try:
             names = [*partial.glob(f"__{self.rank}_*"), *(partial.glob(".metadata") if self.rank == 0 else ())]
             found = [{path.name: digest(path) for path in names}]
-        except OSError as error:
-            found = [str(error)]
+        except Exception as error:  # the other ranks wait for this one's word
+            found = [_cause(error)]
         if self.group is not None:
             mine, found = found[0], [None] * self.group.size()
             dist.all_gather_object(found, mine, group=self.group)
@@ -289,21 +296,23 @@ class Checkpoints:
         return {name: facts for part in found for name, facts in part.items()}
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0 while the others wait. Its OSError is raised on every rank."""
+        """Run `action` on rank 0 while the others wait. Any error of it is an OSError on every rank."""
         fault: list[str | None] = [None]
         if self.rank == 0:
             try:
                 action()
-            except OSError as error:
-                fault[0] = str(error)
+            except Exception as error:  # the other ranks wait for this one's word
+                fault[0] = _cause(error)
         if self.group is not None:
             dist.broadcast_object_list(fault, src=0, group=self.group)
         if fault[0] is not None:
             raise OSError(fault[0])
 
     def _begin(self, partial: Path) -> None:
-        for left in self.directory.glob("*" + PARTIAL):  # by a run that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for left in self.directory.glob("step-*" + PARTIAL):  # by a run that was killed
+            if NAME.fullmatch(left.name.removesuffix(PARTIAL)):
+                shutil.rmtree(left)
+        (self.directory / (LATEST + PARTIAL)).unlink(missing_ok=True)
         partial.mkdir(parents=True)
 
     def _finish(self, partial: Path, final: Path, digests: dict[str, dict], meta: dict) -> None:
@@ -314,13 +323,23 @@ class Checkpoints:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _sync_directory(self.directory)
-        _write_synced(self.directory / ("latest" + PARTIAL), final.name + "\n")
-        (self.directory / ("latest" + PARTIAL)).replace(self.directory / "latest")
-        _sync_directory(self.directory)
+        _name_latest(self.directory, final)
         whole = _whole(self.directory)
-        for old in set(whole[: -self.keep]) - {best_whole(self.directory)}:
+        for old in set(whole[: -self.keep]) - {best_whole(self.directory), final}:
             (old / META).unlink()  # first, so that a kill in the middle leaves no folder that looks whole
             shutil.rmtree(old)
+
+
+def _name_latest(directory: Path, checkpoint: Path | None = None) -> None:
+    """Have `latest` name a checkpoint, by default the newest one; remove it if there is none."""
+    checkpoint = checkpoint or newest_whole(directory)
+    partial = directory / (LATEST + PARTIAL)
+    if checkpoint is None:
+        (directory / LATEST).unlink(missing_ok=True)
+    else:
+        _write_synced(partial, checkpoint.name + "\n")
+        partial.replace(directory / LATEST)
+    _sync_directory(directory)
 
 
 def _check_files(folder: Path, digests: dict[str, dict]) -> None:
@@ -344,7 +363,10 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, dcp.api.CheckpointException) and error.failures:
         rank, (inner, _) = min(error.failures.items())
         return f"rank {rank}: {_cause(inner)}"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, OSError | RuntimeError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _raise_lost_peer(error: BaseException) -> None:

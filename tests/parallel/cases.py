@@ -22,7 +22,7 @@ from bmoe.parallel import world as world_module
 from bmoe.parallel.launch import on_first
 from bmoe.parallel.mesh import build_mesh
 from bmoe.parallel.world import World
-from bmoe.training import setup, state
+from bmoe.training import checkpoint, setup, state
 from bmoe.training.guards import check_replicas, data_checksum
 from bmoe.training.loop import Trainer
 from bmoe.training.optimizer import AdamW, local
@@ -284,6 +284,27 @@ def one_bad_rank(rank: int, size: int, layout: tuple[int, int, int]) -> tuple[in
             left_alone |= same and step == 2
             assert same == (step == 2)
     return int(optimizer.skipped), norms, left_alone
+
+
+def broken_save(rank: int, size: int, folder: str, culprit: int, background: bool) -> tuple[str, bool]:
+    """What a rank says of a save that failed on one by an error that no file system makes; whether it left a checkpoint."""
+    name = "_check_files" if culprit == 0 else "digest"
+    kept = getattr(checkpoint, name)
+
+    def broken(*arguments):
+        raise EOFError("Ran out of input")
+
+    writer = checkpoint.Checkpoints(Path(folder), 1, background, rank)
+    if rank == culprit:
+        setattr(checkpoint, name, broken)
+    try:
+        writer.save(1, [("model.w", torch.zeros(3))], {})
+        writer.wait()
+    except RunError as error:
+        return str(error), checkpoint.newest_whole(Path(folder) / "checkpoints") is not None
+    finally:
+        setattr(checkpoint, name, kept)
+    return "", True
 
 
 def decide(rank: int, size: int) -> tuple[str, str]:

@@ -106,3 +106,9 @@ def test_a_bf16_run_goes_on_over_two_ranks(ranks, tmp_path, layout):
     assert after.keys() == before.keys() and {t.dtype for n, t in after.items() if not n.startswith("optimizer.skipped")} == {torch.float32}
     losses = [record["loss"] for record in runs.records(tmp_path)]
     assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("culprit, background", [(0, True), (0, False), (1, True)])
+def test_an_error_of_a_save_on_one_rank_ends_all(ranks, tmp_path, culprit, background):
+    for told, left in ranks(2).run("broken_save", folder=str(tmp_path), culprit=culprit, background=background):
+        assert "cannot write a checkpoint into" in told and "EOFError: Ran out of input" in told and not left

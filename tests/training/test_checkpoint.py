@@ -1,6 +1,7 @@
 """Checkpoints on disk: whole or not there, kept by age and by validation, and clear words when the disk or a file is broken."""
 
 import hashlib
+import pickle
 import resource
 import shutil
 from pathlib import Path
@@ -80,6 +81,30 @@ def test_what_a_kill_leaves_is_not_taken_for_a_checkpoint(tmp_path):
     assert not list(folder.glob("*.partial"))
 
 
+def test_a_users_copy_is_neither_taken_for_a_checkpoint_nor_deleted(tmp_path):
+    save(tmp_path, 2)
+    folder = tmp_path / "checkpoints"
+    copies = [folder / name for name in ("step-2-before-lr-change", "step-99", "step-0000000002-copy", "step-mine.partial")]
+    for copy in copies:
+        shutil.copytree(newest(tmp_path), copy)
+    assert newest(tmp_path).name == "step-0000000002"
+    for step in (3, 4, 5):
+        save(tmp_path, step, keep=1)
+    assert {p.name for p in folder.glob("step-*")} == {"step-0000000005"} | {copy.name for copy in copies}
+    assert (folder / "latest").read_text() == "step-0000000005\n"
+    assert checkpoint.find(copies[0]) == copies[0] and load(copies[0])["model.weight"].unique().tolist() == [1.0]
+    shutil.rmtree(newest(tmp_path))
+    assert checkpoint.resume_point(tmp_path, World(torch.device("cpu"))) is None
+
+
+def test_what_was_just_written_is_kept_beside_later_ones(tmp_path):
+    """As when a user has put another run's checkpoint there."""
+    for step in (7, 8, 3):
+        save(tmp_path, step, keep=1)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == [checkpoint.folder_name(s) for s in (3, 8)]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-0000000003\n"
+
+
 def test_killed_between_the_two_renames_the_newer_one_counts(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2)
@@ -144,6 +169,26 @@ def test_a_checkpoint_is_checked_before_it_counts(tmp_path, monkeypatch):
     assert newest(tmp_path).name == "step-0000000001"
 
 
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("where", ["_check_files", "digest"])
+@pytest.mark.parametrize("error", [EOFError("Ran out of input"), pickle.UnpicklingError("invalid load key"), KeyError("storage_data")])
+def test_no_error_of_a_save_is_lost(tmp_path, monkeypatch, background, where, error):
+    """Of a broken .metadata unpickling says anything; the command line takes EOFError for the end of its input."""
+
+    def broken(*arguments):
+        raise error
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, where, broken)
+    writer = Checkpoints(tmp_path, 3, background)
+    words = f"cannot write a checkpoint into .*{type(error).__name__}: .*last good checkpoint is .*01$"
+    with pytest.raises(RunError, match=words) as caught:
+        writer.save(2, tensors(2.0), {})
+        writer.wait()
+    assert "\n" not in str(caught.value)
+    assert newest(tmp_path).name == "step-0000000001" and not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
 def test_damage_and_strangers_are_named(tmp_path):
     save(tmp_path, 1)
     good = newest(tmp_path)
@@ -192,13 +237,14 @@ def test_a_resume_sets_a_damaged_checkpoint_aside_and_takes_the_one_before(tmp_p
     assert "step-0000000002 is damaged (.metadata cannot be read" in told[1] and len(told) == 2
     aside = sorted(p.name for p in (tmp_path / "checkpoints").glob("*.damaged"))
     assert aside == ["step-0000000002.damaged", "step-0000000003.damaged"]
-    assert newest(tmp_path).name == "step-0000000001"
+    assert newest(tmp_path).name == "step-0000000001" == (tmp_path / "checkpoints" / "latest").read_text().strip()
     save(tmp_path, 2, keep=1)  # what was set aside counts for nothing
     assert checkpoint.resume_point(tmp_path, world).name == "step-0000000002"
     flip(newest(tmp_path) / "meta.json")
     for _ in range(2):  # a second attempt does not begin a new run over the old one
         with pytest.raises(RequestError, match=r"no checkpoint of .* can be used: step-.*2.damaged, .* are damaged; put a good copy"):
             checkpoint.resume_point(tmp_path, world)
+    assert not (tmp_path / "checkpoints" / "latest").exists()
     for folder in (tmp_path / "checkpoints").glob("step-*"):
         folder.rename(tmp_path / folder.name)
     assert checkpoint.resume_point(tmp_path, world) is None
