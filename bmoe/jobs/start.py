@@ -1,7 +1,9 @@
 """How `bmoe train` starts: in this process, as one rank of a launcher's, or by starting the ranks itself."""
 
+import os
 import shutil
 import signal
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from bmoe.jobs.dry_run import check_layout
 from bmoe.parallel import launch
 from bmoe.recipe import Recipe
 from bmoe.training import checkpoint
+from bmoe.training.run_lock import check_free
 from bmoe.training.stopping import Limits
 
 __all__ = ["Limits", "Request", "start"]
@@ -76,6 +79,7 @@ def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: i
     """Prepare the data if needed, start the ranks on this machine, wait. Returns the exit code. Raises RequestError."""
     check_layout(recipe, ranks)
     folder = train.run_folder(recipe, request.out, request.resume)
+    check_free(folder)  # before the logs of a run that goes on are written over
     if train.prepared(recipe, limits) is None:
         return exit_code(train.stopped_early(folder, limits)[0].signal)
     if ranks > 1:  # one process says it itself
@@ -88,7 +92,7 @@ def start_ranks(recipe: Recipe, request: Request, device: torch.device, ranks: i
         console.note(f"{reason}; restart {number} of {request.restarts}: {go_on} from {newest or 'the start'}")
 
     resume = () if request.resume else ("--resume",)
-    logs = folder.with_name(folder.name + ".logs")
+    logs = Path(os.path.abspath(folder) + ".logs")  # `.` and `..` have no name to go beside
     first = not logs.exists()
     end = launch.run(request.arguments, ranks, logs, restarts=request.restarts, resume=resume, note=again, caught=limits.signals)
     if first and end.code == 2:  # a refused request: its sentence is all that the ranks had to say

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from bmoe.evaluation import perplexity, routing
 from bmoe.interop.balance import balanced_routers
 from bmoe.interop.upcycle import initial_weights
 from bmoe.jobs.common import ensure_data, open_split
+from bmoe.jobs.room import check_room
 from bmoe.model import counts
 from bmoe.model.transformer import Transformer
 from bmoe.parallel.launch import on_first, signals_to
@@ -33,6 +35,7 @@ from bmoe.training import checkpoint, setup, state
 from bmoe.training.loop import Outcome, Trainer
 from bmoe.training.metrics import MetricsLog
 from bmoe.training.optimizer import AdamW
+from bmoe.training.run_lock import locked
 from bmoe.training.stopping import Limits, Stopping
 from bmoe.training.tracking import Trackers
 
@@ -84,11 +87,18 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     """
     resolved, reasons = setup.resolve(recipe, world)
     world = world.arrange(resolved.parallel)
-    folder, data = on_first(world, lambda: begin(resolved, reasons, out, resume, limits))
+    with ExitStack() as held:  # by rank 0: the lock of the folder
+        folder, data, resolved = on_first(world, lambda: begin(resolved, out, resume, limits, world, held))
+        return train_in(folder, data, resolved, reasons, world, resume, limits)
+
+
+def train_in(
+    folder: Path, data: Path | None, resolved: Recipe, reasons: dict[str, str], world: World, resume: bool, limits: Limits
+) -> tuple[Outcome, Path, dict]:
+    """`train`, after `begin`. The recipe is written when nothing can be refused any more: until then the folder is as it was."""
     stopping = Stopping(limits, world)
     if stopping.asked():
         return stopped_early(folder, limits, world.rank)
-    resolved = recipes.load(folder / RECIPE)
     shards, valid = open_split(resolved, data, "train"), open_split(resolved, data, "valid")
 
     if first_of_host():
@@ -107,6 +117,7 @@ def train(recipe: Recipe, world: World, *, out: str | None, resume: bool, limits
     if stopping.asked():
         return stopped_early(folder, limits, world.rank)
     if world.rank == 0:
+        write_recipe(folder, resolved, reasons)
         log = MetricsLog(folder / "metrics.jsonl")
         if resume and not newest:
             note(f"{folder} has no checkpoint: starting from step 0" + kept_metrics(log))
@@ -177,22 +188,30 @@ def prepared(recipe: Recipe, limits: Limits) -> Path | None:
         return None
 
 
-def begin(resolved: Recipe, reasons: dict[str, str], out: str | None, resume: bool, limits: Limits) -> tuple[Path, Path | None]:
-    """On one rank: the run's folder with its recipe.yaml, and the folder of the data; None and no recipe.yaml if a signal has
-    come. Raises RequestError."""
+def begin(
+    resolved: Recipe, out: str | None, resume: bool, limits: Limits, world: World, held: ExitStack
+) -> tuple[Path, Path | None, Recipe]:
+    """On one rank: the run's folder, locked in `held`, the folder of the data, and the recipe with absolute paths; no data and no lock
+    if a signal has come. Raises RequestError."""
     folder = run_folder(resolved, out, resume)
     data = prepared(resolved, limits)
     if data is None:
-        return folder, None
-    for split in ("train", "valid"):
-        open_split(resolved, data, split)
+        return folder, None, resolved
+    shards = [open_split(resolved, data, split) for split in ("train", "valid")]
+    check_room(resolved, shards[0].alphabet.size, world)
     resolved = with_absolute_paths(resolved)
-    check_same(folder, resolved)
     folder.mkdir(parents=True, exist_ok=True)
+    held.enter_context(locked(folder))
+    run_folder(resolved, out, resume)  # again: another process may have begun this run, and ended, while the data were prepared
+    check_same(folder, resolved)
+    return folder, data, resolved
+
+
+def write_recipe(folder: Path, resolved: Recipe, reasons: dict[str, str]) -> None:
+    """recipe.yaml of a run, whole or not there."""
     partial = folder / RECIPE_PARTIAL
     partial.write_text(recipes.dump(resolved, reasons))
     partial.replace(folder / RECIPE)
-    return folder, data
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:

@@ -1,16 +1,29 @@
 """Where a run begins and goes on: which folders --resume takes, what it says, and that it loses nothing."""
 
+import errno
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
 from bmoe import cli
+from bmoe import recipe as recipes
+from bmoe.errors import RequestError
+from bmoe.jobs import train
+from bmoe.jobs.room import check_room
+from bmoe.model import counts
 from bmoe.parallel import launch
+from bmoe.parallel.world import World
+from bmoe.training import run_lock, setup
 from tests_tiny import PROTEINS, tiny
 
 TRAIN = ["train", "tiny.yaml", "--device", "cpu", "--out", "run"]
@@ -25,6 +38,11 @@ def here(tmp_path, monkeypatch):
 
 def records(file: str) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in Path(file).read_text().splitlines()]
+
+
+def contents(folder: str) -> dict[Path, bytes]:
+    """Of the files that are not hidden."""
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith(".")}
 
 
 def test_resume_starts_in_a_missing_or_an_empty_folder_only(here, capsys):
@@ -94,7 +112,96 @@ def test_a_run_goes_on_with_its_own_sequences_only(here, capsys):
         assert cli.run(["prepare", str(fasta), "--out", folder, "--valid-fraction", "0.1"]) == 0
     assert cli.run([*TRAIN, "--stop-at", "2"]) == 0
     capsys.readouterr()
+    before = contents("run")
     assert cli.run([*TRAIN, "--resume", "--set", "data.path=other"]) == 2
     told = capsys.readouterr().err
     assert "other has other sequences in its train split than run/checkpoints/step-0000000002 was trained on" in told
+    assert contents("run") == before  # its recipe.yaml still names the sequences of its checkpoint
     assert cli.run([*TRAIN, "--resume", "--set", "data.path=again"]) == 0
+
+
+def test_a_folder_has_one_run_at_a_time(here, capsys):
+    steps = ["--set", "training.steps=100000", "--set", "checkpoint.every=2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    first = subprocess.Popen(
+        [sys.executable, "-c", "from bmoe.cli import main; main()", *TRAIN, *steps], env=environment, stderr=subprocess.DEVNULL
+    )
+    try:
+        while not list(Path("run/checkpoints").glob("step-*[0-9]")):
+            assert first.poll() is None
+            time.sleep(0.05)
+        Path("run.logs").mkdir()
+        Path("run.logs/rank-1.err").write_text("of the run that goes on")
+        for procs in ([], ["--procs", "2", "--set", "training.tokens_per_step=512"]):
+            assert cli.run([*TRAIN, *steps, "--resume", *procs]) == 2
+            told = " ".join(capsys.readouterr().err.split())
+            assert f"run is in use: process {first.pid} on {socket.gethostname()} trains there" in told and "--out" in told
+        assert Path("run.logs/rank-1.err").is_file()
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+    written = [record["step"] for record in records("run/metrics.jsonl")]
+    assert written == list(range(1, len(written) + 1))
+    steps[1] = f"training.steps={len(written) + 2}"
+    assert cli.run([*TRAIN, *steps, "--resume"]) == 0  # the kernel has released what SIGKILL left locked
+
+
+def test_where_files_cannot_be_locked_runs_start_all_the_same(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    with run_lock.locked(tmp_path):
+        run_lock.check_free(tmp_path)
+
+
+def test_a_run_that_another_process_has_made_meanwhile_is_not_begun_anew(here, monkeypatch, capsys):
+    ensure_data = train.ensure_data
+
+    def slow(recipe):
+        folder = ensure_data(recipe)
+        Path("run").mkdir()
+        Path("run/recipe.yaml").write_text("of the other")
+        return folder
+
+    monkeypatch.setattr(train, "ensure_data", slow)
+    assert cli.run(TRAIN) == 2
+    assert "run exists already" in capsys.readouterr().err and Path("run/recipe.yaml").read_text() == "of the other"
+
+
+def test_several_ranks_write_logs_beside_the_current_folder_too(tmp_path, monkeypatch):
+    """The name of `.` is empty."""
+    Path(tmp_path / "tiny.yaml").write_text(tiny(data={"path": str(tmp_path / "shards")}, training={"tokens_per_step": 512}))
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    asked = []
+    monkeypatch.setattr(launch, "run", lambda arguments, ranks, logs, **_: asked.append(logs) or launch.End(0, None))
+    assert cli.run(["train", str(tmp_path / "tiny.yaml"), "--device", "cpu", "--procs", "2", "--out", "."]) == 0
+    assert asked == [tmp_path / "run.logs"]
+
+
+def test_a_model_that_no_setting_makes_fit_is_refused_before_it_is_built(here, monkeypatch, capsys):
+    monkeypatch.setattr(train, "build", None)
+    assert cli.run([*TRAIN, "--set", "model.width=1000000000"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "its weights, gradients and optimizer state take" in told and "this machine has" in told and "make model.width" in told
+    assert not Path("run").exists()
+
+
+def test_what_a_rank_holds_is_16_bytes_a_parameter_and_shares_the_memory_of_its_machine(monkeypatch):
+    """fp32: the weight, its gradient and two moments."""
+    recipe = recipes.validate(yaml.safe_load(tiny()))
+    resolved, _ = setup.resolve(recipe, World(torch.device("cpu")))
+    held = 16 * counts.parameters(recipe.model, 33).total
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": held}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    check_room(resolved, 33, World(torch.device("cpu")))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(RequestError, match=r"for each of its ranks \(2\); make"):
+        check_room(resolved, 33, World(torch.device("cpu")))
+    pages["SC_PHYS_PAGES"] = 2 * held
+    check_room(resolved, 33, World(torch.device("cpu")))
+    pages["SC_PHYS_PAGES"] = 2 * held - 2
+    with pytest.raises(RequestError, match="GiB a rank"):
+        check_room(resolved, 33, World(torch.device("cpu")))
