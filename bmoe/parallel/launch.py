@@ -74,7 +74,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def slurm_address(environment: Mapping[str, str]) -> tuple[str, int]:
-    """(host, port) where the ranks of a Slurm step meet: its first node, and a port from the job's number.
+    """(host, port) where the ranks of a Slurm step meet: its first node, and a port from the numbers of job and step.
 
     The node list is Slurm's notation, `gpu[03-05,9],login1`. Raises RequestError outside Slurm.
     """
@@ -86,7 +86,8 @@ def slurm_address(environment: Mapping[str, str]) -> tuple[str, int]:
         )
     first = re.match(r"([^\[,]+)(?:\[([^\],\-]+)[^\]]*\])?([^,\[]*)", nodes)
     host = "".join(part or "" for part in first.groups()) if first else nodes
-    return host, 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 20_000
+    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID") or 0
+    return host, 20_000 + (31 * int(environment.get("SLURM_JOB_ID", 0)) + int(step)) % 20_000  # 31: the next job's steps are far
 
 
 def world_from_environment(device: str) -> World:

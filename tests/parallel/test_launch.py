@@ -61,6 +61,18 @@ def test_slurm_ranks_meet_on_the_first_node(nodes, host):
     assert 20_000 <= port < 40_000
 
 
+def test_steps_of_slurm_jobs_do_not_meet_each_other():
+    """Steps of one job, and of jobs with neighbouring numbers, that share a first node."""
+    environments = [
+        {"SLURM_STEP_NODELIST": "node17", "SLURM_JOB_ID": str(job), name: str(step)}
+        for job in (1234567, 1234568)
+        for name in ("SLURM_STEP_ID", "SLURM_STEPID")
+        for step in range(4)
+    ]
+    places = [launch.slurm_address(environment) for environment in environments]
+    assert len(set(places)) == 8 and all(20_000 <= port < 40_000 for _, port in places)
+
+
 @pytest.mark.parametrize("half", [{}, {"MASTER_ADDR": "localhost"}, {"MASTER_PORT": "29500"}])
 def test_a_rank_that_knows_no_meeting_place_is_refused_at_once(half, monkeypatch, capsys):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", **half}.items():
