@@ -1,4 +1,4 @@
-"""A watchdog for hangs: when no step ends for a long time, it says which rank is where, and ends the run.
+"""A watchdog for hangs: when nothing goes on for a long time, it says which rank is where, and ends the run.
 
 Every rank has a thread that looks at the time of the last `beat`. When that is too long ago, it writes down where its main
 thread is: the collective of torch.distributed that it waits in, if any, and the line of bmoe. A little later it reads what
@@ -22,12 +22,12 @@ from bmoe.parallel.launch import is_launched, leave_reason
 from bmoe.parallel.world import World, wait
 
 PACKAGE = Path(__file__).parent.parent
-HANG_SECONDS = 900.0  # far above any step, and above compilation and a validation
+HANG_SECONDS = 900.0  # far above any step, compilation included, and above any batch of a validation
 
 
 class Watchdog:
-    """Use as a context manager around the loop, and `beat` once a step. Does nothing for one process that no launcher started:
-    a debugger may hold it, and nobody waits for it.
+    """Use as a context manager around the loop, and `beat` once a step and between the parts of what may take longer. Does nothing
+    for one process that no launcher started: a debugger may hold it, and nobody waits for it.
 
     Args:
         folder: shared by the ranks. limit: seconds without a beat that are a hang.
@@ -49,7 +49,7 @@ class Watchdog:
         self.stopped.set()
 
     def beat(self, step: int) -> None:
-        """Step `step` begins."""
+        """Step `step` begins, or goes on."""
         self.step, self.last = step, time.monotonic()
 
     def _file(self, rank: int) -> Path:

@@ -77,6 +77,7 @@ class Trainer:
         self.valid_loss: float | None = None  # of the step, if it was validated
         self.spikes = Spikes()
         self.stepper = Stepper(recipe, model, optimizer, world.device)
+        self.watchdog = Watchdog(world, run)
         self.stay_gathered = shard.fits_gathered(model, recipe, world)
 
     def run(self, limits: Limits) -> Outcome:
@@ -88,12 +89,12 @@ class Trainer:
         )
         self.model.train()
         window = Window()
-        with self.checkpoints, loader, Watchdog(self.world, self.run_folder) as watchdog:
+        with self.checkpoints, loader, self.watchdog:
             if self.progress.step < end:
                 self.checkpoints.get_ready(each_tensor(self.model, self.optimizer))
             while self.progress.step < end:
                 step = self.progress.step + 1
-                watchdog.beat(step)
+                self.watchdog.beat(step)
                 window.start()
                 batches, position = loader.next()
                 window.waited()
@@ -109,7 +110,7 @@ class Trainer:
                     self._report(step, lr, sums, norm, totals, window, validating, batches, recorder)
                     window = Window()
                 elif step % self.recipe.training.max_skipped_steps == 0:
-                    self._stop_if_broken(step, int(self.optimizer.skipped_in_a_row), batches)
+                    self._stop_if_broken(step, self.optimizer.longest_skipped(), batches)
                 if saving:
                     self._save()
                 if last:
@@ -177,7 +178,7 @@ class Trainer:
     ) -> None:
         """Log a step; the only place where the host waits for the device."""
         sums = StepSums(self.world.sum(sums.flat.to(torch.float64)).cpu(), sums.layers, sums.experts)
-        norm_value, in_a_row = float(norm), int(self.optimizer.skipped_in_a_row)
+        norm_value, in_a_row = float(norm), self.optimizer.longest_skipped()
         seconds, window_totals = window.close()
         _, tokens, residues, _ = window_totals
         self.progress.tokens += tokens
@@ -207,7 +208,7 @@ class Trainer:
             record["quantisation"] = recorder.metrics()
         self.valid_loss = None
         if validating:
-            record |= self.validate()
+            record |= self._validated(step)
             self.valid_loss = record.get("valid_loss")
         if self.world.rank == 0:
             self.log.append(record)
@@ -216,8 +217,16 @@ class Trainer:
             if jump is not None:
                 self.observer.note(jump)
 
+    def _validated(self, step: int) -> dict:
+        """The validation metrics. However long it takes, it is no hang while batches go through the model."""
+        hook = self.model.register_forward_pre_hook(lambda *_: self.watchdog.beat(step))
+        try:
+            return self.validate()
+        finally:
+            hook.remove()
+
     def _stop_if_broken(self, step: int, skipped_in_a_row: int, batches: list[Batch]) -> None:
-        """Raises RunError after too many non-finite steps in a row."""
+        """Raises RunError after too many non-finite steps in a row, also if others have followed since the last look."""
         if skipped_in_a_row < self.recipe.training.max_skipped_steps:
             return
         good = newest_whole(self.run_folder / "checkpoints")
@@ -231,10 +240,15 @@ class Trainer:
         if self.saved_step == self.progress.step:
             return
         step, position = self.progress.step, self.progress.position
+        self.watchdog.beat(step)  # and between any two of what may take long: the check, the end of the save before, this one
         check_replicas(self.model, self.optimizer, step, position, data_checksum(self.shards, position), self.world)
         meta = {**self.progress.as_meta(), **torch_facts(self.world.device), "world": self.world.size, "valid_loss": self.valid_loss}
         meta |= self.facts
+        self.watchdog.beat(step)
+        self.checkpoints.wait()
+        self.watchdog.beat(step)
         self.checkpoints.save(self.progress.step, each_tensor(self.model, self.optimizer), meta)
+        self.watchdog.beat(step)
         self.saved_step = self.progress.step
 
 

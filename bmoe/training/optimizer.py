@@ -91,6 +91,7 @@ class AdamW:
         self.attempted = torch.zeros((), dtype=torch.int64, device=device)  # steps, the skipped ones included
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.longest_row = torch.zeros((), dtype=torch.int64, device=device)  # of skipped steps, since `longest_skipped`
 
     def _fuse(self):
         """The kernels that step all parameters at once (kernels/adamw_triton.py); None if one is float64."""
@@ -202,8 +203,15 @@ class AdamW:
                 weight, low, gradient, m, v = self._tensors(name, self.gradient(name))
                 own = scalars if p.dtype == torch.float64 else narrow
                 adamw_split(weight, low, gradient, m, v, own, *s.betas, s.eps, self._decay(name))
+        torch.maximum(self.longest_row, self.skipped_in_a_row, out=self.longest_row)
         self.clear()
         return norm
+
+    def longest_skipped(self) -> int:
+        """The longest row of skipped steps that there was since the last call; waits for the device."""
+        longest = int(self.longest_row)
+        self.longest_row.zero_()
+        return longest
 
     def hold_gradients(self) -> None:
         """Keep what accumulates in `grad` over several batches in its place from here on: it is cleared by zeroing.

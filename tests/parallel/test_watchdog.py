@@ -1,14 +1,21 @@
 """A hang is found, and the sentence names the rank and the collective."""
 
+import importlib.util
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bmoe.parallel import launch
-from bmoe.parallel.watchdog import describe, where
+from bmoe.parallel.watchdog import Watchdog, describe, where
 from bmoe.parallel.world import wait
+from bmoe.training import loop
 
+_spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent.parent / "training" / "runs.py")
+runs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(runs)
 PROGRAM = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'launched.py')!r}, run_name='__main__')"
 
 
@@ -17,6 +24,28 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named(tmp_path):
     assert code == 1
     assert "rank 1 is in no collective but at launched.py:" in sentence, sentence
     assert "in step 7" in sentence and "the others wait in all_reduce at bmoe/parallel/world.py" in sentence
+
+
+def test_what_takes_long_and_makes_progress_is_no_hang(tmp_path, monkeypatch):
+    """A validation of many batches, and the check, the end of the save before and a save one after the other."""
+    monkeypatch.setenv(launch.PIDS, str(tmp_path))  # else there is no watchdog
+    monkeypatch.setattr(loop, "Watchdog", partial(Watchdog, limit=1.5))
+    ended = []
+    monkeypatch.setattr("bmoe.parallel.watchdog.os._exit", ended.append)
+    for module, name in ((loop, "check_replicas"), (runs.checkpoint.Checkpoints, "wait"), (runs.checkpoint.Checkpoints, "save")):
+        monkeypatch.setattr(module, name, lambda *_: time.sleep(0.9))
+    build, batches = runs.setup.build_model, []
+
+    def slow(*arguments):
+        model = build(*arguments)
+        model.final_norm.register_forward_hook(lambda *_: None if model.training else batches.append(time.sleep(0.3)))
+        return model
+
+    monkeypatch.setattr(runs.setup, "build_model", slow)
+    recipe = runs.make_recipe(1, batches=1)
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"validation_tokens": 400})})
+    runs.train(tmp_path / "run", recipe)
+    assert len(batches) * 0.3 > 1.5 + 0.75 and ended == [] and not list(tmp_path.rglob("stalled-rank-*"))
 
 
 def facts(step: int, collective: str | None) -> dict:

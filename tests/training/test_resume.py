@@ -94,6 +94,56 @@ def test_steps_that_are_not_finite_stop_the_run_and_name_the_sequences(tmp_path)
     assert runs.checkpoint.newest_whole(tmp_path / "checkpoints").name == "step-0000000003"
 
 
+@pytest.fixture
+def broken_steps(monkeypatch) -> set[int]:
+    """The steps whose gradients are not finite, of runs of 4 batches a step."""
+    build, steps, passes = runs.setup.build_model, set(), [0]
+
+    def poison(model, inputs, output):
+        passes[0] += model.training
+        step = -(-passes[0] // 4)
+        return output * (float("inf") if model.training and step in steps else 1.0)
+
+    def broken(*arguments):
+        model = build(*arguments)
+        model.final_norm.register_forward_hook(lambda norm, inputs, output: poison(model, inputs, output))
+        return model
+
+    monkeypatch.setattr(runs.setup, "build_model", broken)
+    return steps
+
+
+def with_training(recipe, **values):
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=values)})
+
+
+def test_a_row_of_broken_steps_is_noticed_after_its_end(tmp_path, broken_steps):
+    """The host looks at steps 1, 3 and 6; steps 2 to 5 are broken."""
+    recipe = with_training(runs.make_recipe(10, every=100), max_skipped_steps=3, validate_every=100)
+    recipe = recipe.model_copy(update={"logging": recipe.logging.model_copy(update={"every": 100})})
+    broken_steps |= {2, 3, 4, 5}
+    with pytest.raises(runs.RunError, match="step 6: the gradient was not finite 4 steps in a row"):
+        runs.train(tmp_path, recipe)
+
+
+def test_rows_of_broken_steps_that_are_short_enough_do_not_add_up(tmp_path, broken_steps):
+    broken_steps |= {1, 2, 4, 5, 7, 8}
+    outcome, _ = runs.train(tmp_path, with_training(runs.make_recipe(9, every=100), max_skipped_steps=3))
+    assert outcome.finished and runs.records(tmp_path)[-1]["skipped_steps"] == 6
+
+
+def test_a_run_goes_on_after_a_skipped_step_as_if_undisturbed(tmp_path, broken_steps):
+    """Bias corrections count the steps that were taken."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    broken_steps.add(2)
+    runs.train(whole, runs.make_recipe(6))
+    broken_steps |= {6 + 2}  # passes are counted on
+    runs.train(parts, runs.make_recipe(6), limits=runs.Limits(stop_at=3))
+    runs.train(parts, runs.make_recipe(6))
+    assert [record["skipped_steps"] for record in runs.records(parts)] == [0, 1, 1, 1, 1, 1]
+    assert_same(whole, parts)
+
+
 def test_bf16_weights_come_back_with_their_fp32_masters(tmp_path):
     recipe = runs.make_recipe(4, kind="bf16", experts="grouped")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
