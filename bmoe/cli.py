@@ -382,6 +382,13 @@ def explain(problem: BaseException, quiet: bool = False, command: str = "bmoe") 
     if type(problem).__name__ == "OutOfMemoryError":  # torch's; importing torch to name it would slow every error down
         say("the GPU is out of memory; lower data.tokens_per_batch, or set backend.recompute=experts (see --dry-run)")
         return 1
+    # The second is what torch's allocator of the CPU raises, a RuntimeError.
+    if isinstance(problem, MemoryError) or "DefaultCPUAllocator" in str(problem) or getattr(problem, "errno", None) == errno.ENOMEM:
+        smaller = "give fewer --workers, or divide the input with --part"
+        if command != "bmoe prepare":
+            smaller = "lower data.tokens_per_batch, or make the model smaller (model.width, model.layers, its experts)"
+        say(f"this machine is out of memory; {smaller}")
+        return 1
     if isinstance(problem, UsageError):
         if not problem.format_message():
             return 2  # no command at all: the help was shown

@@ -1,5 +1,6 @@
 """The commands, end to end on the CPU with a tiny model: exit codes, one-sentence errors, files, resume."""
 
+import errno
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -518,3 +520,19 @@ def test_a_signal_at_the_very_end_changes_no_exit_code(number):
     late = f"import atexit, os; atexit.register(lambda: os.kill(os.getpid(), {int(number)}))"
     found = subprocess.run([sys.executable, "-c", f"{late}; from bmoe.cli import main; main(['--version'])"], capture_output=True)
     assert found.returncode == 0 and not found.stderr
+
+
+@pytest.mark.parametrize("ask", [lambda: torch.empty(10**16), lambda: np.empty(10**16), lambda: bytearray(10**16)])
+@pytest.mark.parametrize("command, words", [("bmoe train", "lower data.tokens_per_batch"), ("bmoe prepare", "fewer --workers")])
+def test_a_machine_out_of_memory_is_said_with_what_to_make_smaller(capsys, ask, command, words):
+    """However the libraries report it."""
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        ask()
+    assert cli.explain(caught.value, command=command) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "this machine is out of memory; " in told and words in told and "should not happen" not in told
+
+
+def test_a_system_call_without_memory_is_no_fault_of_a_path(capsys):
+    assert cli.explain(OSError(errno.ENOMEM, "Cannot allocate memory")) == 1
+    assert "out of memory" in capsys.readouterr().err

@@ -173,7 +173,7 @@ def rank_of(world: World) -> Iterator[None]:
         raise
     except (dist.DistError, RuntimeError) as error:
         if not is_lost_peer(error):
-            leave_reason(f"{type(error).__name__}: {_first_line(error)}", again=_may_pass(error))
+            leave_reason(_told(error), again=_may_pass(error))
             raise
         sentence = f"rank {world.rank} {LOST_PEER} ({_network_fault(error)}); the one that ended first says why"
         leave_reason(sentence)
@@ -181,7 +181,7 @@ def rank_of(world: World) -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:
-        leave_reason(f"{type(error).__name__}: {_first_line(error)}", again=_may_pass(error))
+        leave_reason(_told(error), again=_may_pass(error))
         raise
     _part(world)
 
@@ -195,7 +195,19 @@ def _may_pass(error: BaseException) -> bool:
     """Whether the same work may not meet an error again."""
     if isinstance(error, FaultError | ConnectionError):
         return True
-    return not isinstance(error, RequestError | RunError | OSError | KeyboardInterrupt | torch.OutOfMemoryError)
+    return not (isinstance(error, RequestError | RunError | OSError | KeyboardInterrupt) or _is_out_of_memory(error))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Of a GPU or of the machine; torch's allocator of the CPU raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _told(error: BaseException) -> str:
+    """What a rank says of an error that is not meant for users, in one sentence."""
+    if _is_out_of_memory(error):
+        return f"out of memory ({_first_line(error)}); lower data.tokens_per_batch, or make the model smaller"
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -67,6 +67,8 @@ def test_a_refused_request_leaves_no_logs_behind_and_takes_none_away(tmp_path, m
         (ConnectionError("rank 1 is gone"), True, 1),
         (ZeroDivisionError("a bug"), True, 1),
         (torch.OutOfMemoryError("no memory on rank 1"), False, 1),
+        (MemoryError("no memory on rank 1"), False, 1),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"), False, 1),
         (OSError("no such file"), False, 1),
         (RunError("the gradient was not finite"), False, 1),
         (RequestError("model.width"), False, 2),
