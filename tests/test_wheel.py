@@ -55,7 +55,7 @@ def test_three_lines_from_an_empty_folder(installed, tmp_path):
     assert "ships with bmoe" in second.stderr
     assert (tmp_path / "runs" / "esm2_moe" / "report.html").is_file()
 
-    narrow = ("model.layers=2", "model.width=64", "model.heads=2", "model.moe.expert_width=32")
+    narrow = ("model.layers=2", "model.width=64", "model.heads=2", "model.moe.expert_width=64")
     sets = [part for value in narrow for part in ("--set", value)]
     third = bmoe(installed, tmp_path, "profile", "--precision", "mxfp8", "--json", "profile.json", *sets)
     assert third.returncode == 0, third.stderr

@@ -1,7 +1,8 @@
 """Which conditions a machine and a model must meet for a precision, as a pure function of their descriptions.
 
 Numbers are Transformer Engine 2.20's own checks and what its kernels demand; `unmet` names each that fails, one
-sentence each, and an empty list means the precision runs here.
+sentence each, and an empty list means the precision runs here. Those of mxfp8 are its fused grouped MLP's (`is_supported` and
+the fusion's checks in ops/fused/grouped_mlp.py): unfused it is slower than bf16, and is refused.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ NEEDS = {
     "fp8_current": _Needs("Ada, Hopper or newer", (8, 9), (99, 0), (12, 1), 16),
     "fp8_delayed": _Needs("Ada, Hopper or newer", (8, 9), (99, 0), (12, 1), 16),
     "fp8_block": _Needs("Hopper or newer", (9, 0), (99, 0), (12, 9), 16),
-    "mxfp8": _Needs("data-center Blackwell", (10, 0), (12, 0), (12, 8), 32),
+    "mxfp8": _Needs("data-center Blackwell", (10, 0), (11, 0), (12, 8), 64),
     "nvfp4": _Needs("data-center Blackwell", (10, 0), (11, 0), (12, 8), 32),
 }
 
@@ -86,9 +87,22 @@ def _software(kind: str, needs: _Needs, machine: Machine) -> list[str]:
         found.append(f"Transformer Engine: {kind} needs it, and {machine.te_problem or 'it is not installed'}; install bmoe[te].")
     elif machine.te < (2, 17):
         found.append(f"Transformer Engine: {kind} needs 2.17 or later, and {dotted(machine.te)} is installed.")
+    if kind == "mxfp8" and machine.te is not None:
+        found += _fused(machine)
     hopper = machine.capability is not None and machine.capability[0] == 9
     if kind == "fp8_block" and hopper and machine.cublas_lt and machine.cublas_lt < (13, 6):
         found.append(f"cuBLASLt: grouped fp8_block on Hopper needs 13.6 or later, and {dotted(machine.cublas_lt)} is loaded.")
+    return found
+
+
+def _fused(machine: Machine) -> list[str]:
+    """What Transformer Engine's fused grouped MLP lacks beside the chip and the model."""
+    found = []
+    if machine.cudnn_frontend is None or machine.cudnn_frontend < (1, 23):
+        has = "is not installed" if machine.cudnn_frontend is None else f"is {dotted(machine.cudnn_frontend)}"
+        found.append(f"cuDNN frontend: mxfp8 needs nvidia-cudnn-frontend 1.23 or later, and it {has}.")
+    if not machine.fused_switch:
+        found.append(f"Switch: mxfp8 needs {FUSED_SWITCH}=1 before Transformer Engine is imported; set it in the environment.")
     return found
 
 
@@ -110,21 +124,4 @@ def model_unmet(kind: str, model: ModelSection) -> list[str]:
         found.append(f"Feed-forward: {whose} need model.ffn swiglu, and it is {model.ffn}.")
     if model.bias:
         found.append(f"Feed-forward: {whose} have no biases here; set model.bias to false.")
-    return found
-
-
-def fused_unmet(machine: Machine, model: ModelSection) -> list[str]:
-    """What is missing for the fused MXFP8 grouped MLP, beyond `unmet("mxfp8", ...)`; without it, MXFP8 runs unfused."""
-    found = []
-    if machine.capability is None or machine.capability[0] != 10:
-        has = "this device is a CPU" if machine.capability is None else f"{machine.device} has {dotted(machine.capability)}"
-        found.append(f"Chip: the fused grouped MLP needs compute capability 10.x; {has}.")
-    if machine.cudnn_frontend is None or machine.cudnn_frontend < (1, 23):
-        has = "is not installed" if machine.cudnn_frontend is None else f"is {dotted(machine.cudnn_frontend)}"
-        found.append(f"cuDNN frontend: the fused grouped MLP needs nvidia-cudnn-frontend 1.23 or later, and it {has}.")
-    if not machine.fused_switch:
-        found.append(f"Switch: the fused grouped MLP needs {FUSED_SWITCH}=1 in the environment before the start, and it is not set.")
-    for key, size in gemm_dimensions(model).items():
-        if size % 64:
-            found.append(f"Dimensions: the fused grouped MLP needs {key} to be a multiple of 64, and it is {size}.")
     return found

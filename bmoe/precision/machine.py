@@ -6,11 +6,13 @@ Conditions are judged on the description (`conditions.unmet`), so they can be st
 import importlib.metadata
 import os
 import platform
+import sys
 from dataclasses import dataclass
 
 import torch
 
 FUSED_SWITCH = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+"""Transformer Engine reads it once, at its import, to decide whether mxfp8 may run fused; the probe sets it where nobody did."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Machine:
     te_problem: str | None = None  # why it does not, in one line
     cublas_lt: tuple[int, int] | None = None  # version that Transformer Engine sees
     cudnn_frontend: tuple[int, ...] | None = None
-    fused_switch: bool = False  # NVTE_CUTEDSL_FUSED_GROUPED_MLP is set
+    fused_switch: bool = False  # NVTE_CUTEDSL_FUSED_GROUPED_MLP was set when Transformer Engine was imported
     quack: tuple[int, ...] | None = None  # version of quack-kernels
 
 
@@ -48,6 +50,8 @@ def _installed(package: str) -> tuple[int, ...] | None:
 
 def _transformer_engine() -> tuple[tuple[int, ...] | None, str | None, tuple[int, int] | None]:
     """(version, problem, cuBLASLt version); a broken installation raises any of these, and the reason is for the user."""
+    if "transformer_engine" not in sys.modules:
+        os.environ.setdefault(FUSED_SWITCH, "1")
     try:
         import transformer_engine.pytorch  # noqa: F401
         import transformer_engine_torch

@@ -60,10 +60,6 @@ def _lacking(results: dict) -> RenderableType:
     lines = Text(f"{results['precision']} does not run on this machine:\n", style="bold yellow")
     for sentence in results["unmet_conditions"]:
         lines.append(f"  - {sentence}\n", style="default")
-    if results["unmet_for_fused"]:
-        lines.append("and its fused kernel would need besides:\n", style="bold yellow")
-        for sentence in results["unmet_for_fused"]:
-            lines.append(f"  - {sentence}\n", style="default")
     if results["left_out"]:
         lines.append(f"Left out, as no step of it runs here: {', '.join(results['left_out'])}.\n", style="default")
     numerics = "numerics below are emulated, " if results["emulated"].get("gradients") else ""

@@ -264,7 +264,6 @@ def profile(
     results: dict = {
         "recipe": recipe.name, "device": here.device, "precision": kind, "data": source, "ceilings": ceiling,
         "step_s": None, "tokens_per_s": None, "mfu": None, "parts": {}, "memory": {}, "unmet_conditions": lacking,
-        "unmet_for_fused": conditions.fused_unmet(here, recipe.model) if kind == "mxfp8" else [],
         "emulated": {}, "predicted": {}, "ratios": {}, "left_out": [],
     }  # fmt: skip
     if lacking:

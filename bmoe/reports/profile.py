@@ -53,8 +53,7 @@ def _lacking(results: dict) -> str:
     text = f"{kind} does not run on this machine, so nothing below was measured in it: {rest}"
     if results["left_out"]:
         text += f" Left out, as no step of it runs here: {', '.join(results['left_out'])}."
-    fused = section("Its fused kernel would need besides", items(results["unmet_for_fused"]), level=3)
-    return section(f"Why {results['precision']} does not run here", items(results["unmet_conditions"]), fused, text=text)
+    return section(f"Why {results['precision']} does not run here", items(results["unmet_conditions"]), text=text)
 
 
 def _key_numbers(results: dict) -> list[tuple[str, str]]:

@@ -110,7 +110,7 @@ def test_interleaving_alternates_blocks_of_32_rows_and_returns():
         (HOPPER, "mxfp8", 64, "compute capability 10.0"),
         (Machine(**{**BLACKWELL.__dict__, "fused_switch": False}), "mxfp8", 64, "NVTE_CUTEDSL_FUSED_GROUPED_MLP=1"),
         (Machine(**{**BLACKWELL.__dict__, "cudnn_frontend": (1, 22)}), "mxfp8", 64, "1.23 or later"),
-        (BLACKWELL, "mxfp8", 96, "multiple of 64"),
+        (BLACKWELL, "mxfp8", 96, "expert_width to be a multiple of 64"),
         (Machine(**{**HOPPER.__dict__, "cublas_lt": (13, 1)}), "fp8_block", 64, "13.6 or later"),
     ],
 )

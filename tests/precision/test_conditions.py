@@ -1,15 +1,21 @@
 """Conditions of each precision, stated for machines that are not here."""
 
+import os
+import sys
+from dataclasses import replace
+from types import ModuleType
+
 import pytest
 import torch
 
 from bmoe.precision import conditions
-from bmoe.precision.conditions import fused_unmet, unmet
-from bmoe.precision.machine import Machine, probe, version_of
+from bmoe.precision import machine as machine_module
+from bmoe.precision.conditions import unmet
+from bmoe.precision.machine import FUSED_SWITCH, Machine, probe, version_of
 from bmoe.recipe import ModelSection
 
 CPU = Machine("x86_64", te_problem="transformer_engine is not installed")
-H200 = Machine("NVIDIA H200", (9, 0), (13, 0), (2, 20, 2), None, (13, 1), (1, 20), quack=(0, 6, 5))
+H200 = Machine("NVIDIA H200", (9, 0), (13, 0), (2, 20, 2), None, (13, 1), (1, 20), True, quack=(0, 6, 5))
 B200 = Machine("NVIDIA B200", (10, 0), (13, 0), (2, 20, 2), None, (13, 8), (1, 29), fused_switch=True)
 RTX5090 = Machine("NVIDIA GeForce RTX 5090", (12, 0), (13, 0), (2, 20, 2), None, (13, 8))
 A100 = Machine("NVIDIA A100", (8, 0), (12, 8), (2, 20, 2), None, (12, 8))
@@ -34,9 +40,10 @@ def test_where_each_precision_runs(kind, runs_on):
     assert {name for name, machine in machines.items() if not unmet(kind, machine, FLAGSHIP)} == runs_on
 
 
-def test_mxfp8_on_hopper_names_only_the_chip():
-    (sentence,) = unmet("mxfp8", H200, FLAGSHIP)
-    assert "NVIDIA H200 has 9.0" in sentence and "10.0" in sentence
+def test_mxfp8_on_hopper_names_the_chip_and_what_of_the_fused_kernel_is_too_old():
+    chip, frontend = unmet("mxfp8", H200, FLAGSHIP)
+    assert "NVIDIA H200 has 9.0" in chip and "10.0 to below 11.0" in chip
+    assert "1.23" in frontend and "1.20" in frontend
 
 
 def test_four_bits_are_emulated_only_and_blackwell_has_the_rest():
@@ -59,7 +66,8 @@ def test_a_laptop_misses_chip_cuda_and_transformer_engine():
 def test_dimensions_must_be_whole_blocks():
     model = ModelSection(width=1264, heads=4, moe={"expert_width": 3592})
     found = unmet("mxfp8", B200, model)
-    assert len(found) == 2 and "1264" in found[0] and "3592" in found[1]
+    assert len(found) == 2 and "1264" in found[0] and "3592" in found[1] and all("multiple of 64" in s for s in found)
+    assert len(unmet("mxfp8", B200, ModelSection(moe={"expert_width": 3616}))) == 1  # a multiple of 32
     assert len(unmet("fp8_current", B200, model)) == 1  # 1264 is a multiple of 16
     assert not unmet("bf16", B200, model)
 
@@ -82,10 +90,33 @@ def test_block_scaling_on_hopper_needs_a_newer_cublas():
     assert not unmet("fp8_block", newer, FLAGSHIP)
 
 
-def test_fused_grouped_mlp():
-    assert not fused_unmet(B200, FLAGSHIP)
-    assert len(fused_unmet(CPU, FLAGSHIP)) == 3
-    assert any("multiple of 64" in s for s in fused_unmet(B200, ModelSection(moe={"expert_width": 3616})))
+@pytest.mark.parametrize(
+    "lacking, said",
+    [
+        ({"fused_switch": False}, FUSED_SWITCH + "=1"),
+        ({"cudnn_frontend": (1, 22)}, "is 1.22"),
+        ({"cudnn_frontend": None}, "is not installed"),
+        ({"capability": (11, 0)}, "10.0 to below 11.0"),
+    ],
+)
+def test_mxfp8_needs_its_fused_grouped_mlp(lacking, said):
+    """`is_supported` of Transformer Engine 2.20's ops/fused/grouped_mlp.py: the switch, a major capability of 10, cuDNN's kernels."""
+    assert not unmet("mxfp8", B200, FLAGSHIP)
+    (sentence,) = unmet("mxfp8", replace(B200, **lacking), FLAGSHIP)
+    assert said in sentence
+
+
+@pytest.mark.parametrize("given, imported, after", [(None, False, "1"), ("0", False, "0"), (None, True, None)])
+def test_the_switch_is_set_before_transformer_engine_is_imported(monkeypatch, given, imported, after):
+    """What the environment says stands; after an import it would say what is not so."""
+    monkeypatch.setenv(FUSED_SWITCH, given or "")
+    if given is None:
+        monkeypatch.delenv(FUSED_SWITCH)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    machine_module._transformer_engine()
+    assert os.environ.get(FUSED_SWITCH) == after
 
 
 def test_every_condition_is_one_sentence():

@@ -14,7 +14,7 @@ def small_recipe(**sections) -> Recipe:
     values = {
         "name": "small",
         "data": {"path": "/nonexistent", "max_length": 64, "tokens_per_batch": 256},
-        "model": {"layers": 2, "width": 64, "heads": 4, "moe": {"experts": 4, "top_k": 2, "expert_width": 32}},
+        "model": {"layers": 2, "width": 64, "heads": 4, "moe": {"experts": 4, "top_k": 2, "expert_width": 64}},
         "precision": {"kind": "fp32"},
         "training": {"steps": 10, "tokens_per_step": 512},
     }

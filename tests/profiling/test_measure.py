@@ -49,7 +49,7 @@ def test_what_a_part_achieves_against_its_ceilings(recipe_of):
     found = {name: {"seconds": 1e-3} for name in ("experts gemm 1", "norms", "optimizer", "data wait")}
     measure.achieved(found, recipe, 33, load, {"matmul_tflops": 1.0, "copy_gb_per_s": 1e6})
     gemm = found["experts gemm 1"]
-    assert gemm["flops"] == 3 * 2 * 500 * 64 * 64 * 2  # forward and backward of 500 rows, D 64 to 2 F, in two layers
+    assert gemm["flops"] == 3 * 2 * 500 * 64 * 128 * 2  # forward and backward of 500 rows, D 64 to 2 F, in two layers
     assert gemm["bound"] == "arithmetic" and gemm["ceiling_share"] == pytest.approx(gemm["flops"] / 1e12 / 1e-3)
     assert gemm["tflops"] == pytest.approx(gemm["flops"] / 1e-3 / 1e12) and gemm["intensity"] == gemm["flops"] / gemm["bytes"]
     assert found["norms"]["flops"] is None and found["norms"]["bound"] == "memory" and found["data wait"]["bound"] is None

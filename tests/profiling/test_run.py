@@ -11,6 +11,7 @@ from rich.console import Console
 from bmoe import recipe as recipes
 from bmoe.errors import RequestError
 from bmoe.model import counts
+from bmoe.precision.machine import Machine
 from bmoe.profiling import estimate, profile
 from bmoe.profiling.estimate import expected_load
 from bmoe.profiling.fit import with_values
@@ -66,6 +67,16 @@ def test_a_precision_this_machine_lacks(recipe_of, build):
     assert set(found["predicted"]) == {"b200", "gb200"}
     for chip in found["predicted"].values():
         assert "predicted" in chip["label"] and chip["step_s"] > 0 and chip["memory"]["peak"] > 0
+
+
+def test_a_blackwell_whose_fused_kernel_would_not_run_is_emulated_and_predicted(recipe_of, build, monkeypatch):
+    """Its experts refuse to run unfused, so a model must not be built."""
+    b200 = Machine("NVIDIA B200", (10, 0), (13, 0), (2, 20, 2), None, (13, 8), (1, 29), fused_switch=False)
+    monkeypatch.setattr("bmoe.precision.machine.probe", lambda _: b200)
+    found = profile(recipe_of(), build, device=CPU, precision="mxfp8")
+    (sentence,) = found["unmet_conditions"]
+    assert "NVTE_CUTEDSL_FUSED_GROUPED_MLP=1" in sentence and sentence in " ".join(console_text(report(found)).split())
+    assert found["step_s"] is None and found["emulated"]["gemms"] and set(found["predicted"]) == {"b200", "gb200"}
 
 
 def test_a_dense_model_names_no_experts_and_fewer_batches_are_said(recipe_of, build):

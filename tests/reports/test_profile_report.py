@@ -76,7 +76,7 @@ def results(**more) -> dict:
     sizes = {"weights": 2.0, "gradients": 2.0, "optimizer": 10.0, "activations": 6.0, "workspace": 1.0, "peak": 19.0}
     return {
         "recipe": "a <b> & c", "device": "NVIDIA H200", "precision": "bf16", "data": "synthetic", "unmet_conditions": [],
-        "unmet_for_fused": [], "left_out": [],
+        "left_out": [],
         "ceilings": {"matmul_tflops": 780.0, "copy_gb_per_s": 4300.0, "what": "a product; a copy"}, "step_s": 0.07, "step_s_low": 0.069,
         "step_s_high": 0.072, "batches_per_step": 2, "residues_per_s": 4e5, "tokens_per_s": 4.1e5, "mfu": 0.4, "peak_flops": 989e12,
         "mfu_of_measured_ceiling": 0.51, "mfu_formula": "a formula", "parts": parts, "parts_label": "seconds of one batch",
@@ -125,15 +125,13 @@ def test_a_precision_that_does_not_run(tmp_path):
     lacking = results(
         step_s=None,
         unmet_conditions=["Chip: this is no Blackwell."],
-        unmet_for_fused=["Switch: not set."],
         emulated=emulated,
         left_out=["--trace"],
     )
     text, heads = read(write_profile_report(lacking, tmp_path / "p.html"))
-    assert heads == ["Why bf16 does not run here", "Its fused kernel would need besides", "Rounding, emulated", "On other chips, predicted"]
+    assert heads == ["Why bf16 does not run here", "Rounding, emulated", "On other chips, predicted"]
     for needed in (
         "Chip: this is no Blackwell.",
-        "Switch: not set.",
         "3.70% (0.20%)",
         "6.00%",
         "-0.0040",

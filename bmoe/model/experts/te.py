@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from bmoe.errors import RequestError, RunError
 from bmoe.model.experts.grouped import sort_by_expert
 from bmoe.model.experts.weights import Experts
-from bmoe.precision.conditions import ROW_MULTIPLE, fused_unmet, unmet
+from bmoe.precision.conditions import ROW_MULTIPLE, unmet
 from bmoe.precision.machine import probe
 from bmoe.precision.te import autocast, te_recipe
 from bmoe.recipe import ModelSection, MoESection
@@ -194,16 +194,12 @@ class TeExperts(Experts):
         self._operators: _Operators | None = None
 
     def missing(self, device: torch.device) -> list[str]:
-        """Each condition that this device or this layer fails, one sentence each; [] if it can run.
-
-        MXFP8 is refused where its fused kernel would not run: unfused it is slower than bf16.
-        """
+        """Each condition that this device or this layer fails, one sentence each; [] if it can run."""
         machine = probe(device)
         if machine.te is None:
             return [f"backend.experts te needs Transformer Engine, and {machine.te_problem}; install bmoe[te]."]
         section = ModelSection(width=self.width, moe=MoESection(experts=self.experts, expert_width=self.expert_width, top_k=1))
-        fused = fused_unmet(machine, section) if self.precision == "mxfp8" else []
-        return [*unmet(self.precision, machine, section), *fused]
+        return unmet(self.precision, machine, section)
 
     def host_syncs(self, dtype: torch.dtype = torch.bfloat16) -> int:
         """How often Transformer Engine reads the block sizes on the host in one pass: 0, or 1 where cuBLASLt is too old.
