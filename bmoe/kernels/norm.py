@@ -113,7 +113,7 @@ def _forward(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) ->
 
 def _backward(ds_TD: Tensor | None, dh_TD: Tensor, s_TD: Tensor, weight_D: Tensor, r_T: Tensor) -> tuple[Tensor, Tensor]:
     """dx_TD, dweight_D."""
-    dh_TD = dh_TD.contiguous()
+    dh_TD, s_TD = dh_TD.contiguous(), s_TD.contiguous()
     T, D = s_TD.shape
     rows, columns = _tile(D, BACKWARD_ELEMENTS)
     programs = max(1, min(PROGRAMS, cdiv(T, rows)))
@@ -134,7 +134,7 @@ def norm_forward(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Te
 @operator("norm_backward", lambda dh_TD, x_TD, weight_D, r_T: (torch.empty_like(x_TD), torch.empty_like(weight_D)))
 def norm_backward(dh_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T: Tensor) -> tuple[Tensor, Tensor]:
     """dx_TD, dweight_D."""
-    return _backward(None, dh_TD, x_TD.contiguous(), weight_D, r_T)
+    return _backward(None, dh_TD, x_TD, weight_D, r_T)
 
 
 def _add_fake(x_TD, y_TD, weight_D, eps):
@@ -190,7 +190,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The RMSNorm of contiguous rows, in x's dtype."""
+    """The RMSNorm of rows, in x's dtype."""
     return apply(_Norm, x_TD, weight_D, eps)
 
 

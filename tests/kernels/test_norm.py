@@ -49,9 +49,10 @@ def test_alone(shape, monkeypatch):
         torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
 
 
-def test_what_passes_through_has_its_gradient_added():
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_passes_through_has_its_gradient_added(strided):
     torch.manual_seed(0)
-    x, ds, dh = (torch.randn(21, 40, device=DEVICE) for _ in range(3))
+    x, ds, dh = (torch.randn(40, 21, device=DEVICE).T if strided else torch.randn(21, 40, device=DEVICE) for _ in range(3))
     w = torch.randn(40, device=DEVICE)
     leaves, exact = [x.requires_grad_(), w.requires_grad_()], [t.detach().double().requires_grad_() for t in (x, w)]
     out, want = norm.norm_through(*leaves, 1e-5), reference(exact[0], 0.0, exact[1], 1e-5)
