@@ -12,8 +12,9 @@ Step (Loshchilov and Hutter 2019, eq. as in torch.optim.AdamW), with G = gradien
 skipping a non-finite step need no host sync; keep = 0 leaves everything as it is.
 
 Bytes per weight: read 2 (gradient) + 2 + 2 + 2 s (moments of s bytes), write 2 + 2 + 2 s: 26 with fp32 moments, 18 with
-bf16 moments. About 20 operations: limited by memory. The kernels are in kernels/adamw_triton.py; here are their plain twins,
-which also define the order of operations: the kernels give the same bits.
+bf16 moments; 6 more where the gradient is an fp32 sum, which is read and cleared. The norm reads the gradient once before. About
+20 operations: limited by memory. The kernels are in kernels/adamw_triton.py; here are their plain twins, which also define the order
+of operations: the kernels give the same bits of the moments, and on a GPU weights that differ in the last bits of the update.
 """
 
 from typing import NamedTuple

@@ -202,7 +202,7 @@ def works(names: Iterable[str], recipe: Recipe, vocabulary: int, load: Load) -> 
     """Part -> closed-form work of one batch, forward and backward (optimizer: of one step). `experts` has that of all their
     parts, which have none besides it."""
     names, known = list(names), batch_parts(recipe.model, vocabulary, load, 4 if recipe.precision.kind == "fp32" else 2)
-    known["optimizer"] = Part(optimizer_work(recipe, vocabulary, 1), Work())
+    known["optimizer"] = Part(optimizer_work(recipe, vocabulary), Work())
     inside = ("dispatch", "experts gemm 1", "experts activation", "experts gemm 2", "combine")
     found = {}
     for name in names:

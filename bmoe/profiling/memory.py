@@ -19,7 +19,7 @@ Legend: T token slots, D width, F expert width, C = 2F or F, E experts, K top-k,
 from bmoe.model.layers import default_ffn_width
 from bmoe.parallel.traffic import gathered_bytes, gathered_parameters
 from bmoe.profiling.chips import Chip
-from bmoe.profiling.work import Load, layout, parameters
+from bmoe.profiling.work import Layout, Load, Parameters, layout, parameters
 from bmoe.recipe import Recipe
 
 GIB = 2**30
@@ -121,6 +121,14 @@ def on_a_gpu(recipe: Recipe, chip: Chip | None = None) -> Recipe:
     return recipe.model_copy(update={"backend": backend.model_copy(update=update)})
 
 
+def in_no_unit(p: Parameters, split: Layout) -> float:
+    """How many of a rank's matrix parameters FSDP2 shards nothing of: bf16 weights with split masters, but in an fp32 recipe."""
+    ranks = split.shard * split.expert
+    if ranks == 1:
+        return p.dense + p.experts
+    return 0.0 if split.replicate * split.shard > 1 else p.experts / ranks
+
+
 def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chip: Chip | None = None) -> dict[str, float]:
     """GiB of one rank: weights, gradients, optimizer, activations, workspace, peak. `chip` decides whether units stay gathered.
 
@@ -138,7 +146,7 @@ def by_category(recipe: Recipe, vocabulary: int, load: Load, world: int = 1, chi
     batches = recipe.training.tokens_per_step // (recipe.data.tokens_per_batch * world)
     copies = ranks == 1  # on every rank all, and as on one GPU
     sums = 4 * low if not copies or ((batches > 1 or several) and not fp32) else 0.0
-    alone = low if copies else 0.0 if replicate * shard > 1 else p.experts / ranks  # in no unit
+    alone = in_no_unit(p, Layout(replicate, shard, expert))
     held = batches > 1 and recipe.backend.experts == "triton" and low_bits(recipe) and alone > 0
     weights = 4 * (low - alone) + b * alone + 4 * wide + (2 * p.experts / ranks if held else 0.0)
     optimizer = moments * (low + wide) + (0 if fp32 else 2 * alone)

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 
 from bmoe.parallel.traffic import Sizes, gathered_bytes, gathered_parameters, traffic
 from bmoe.profiling.chips import Chip
-from bmoe.profiling.memory import HOPPER, on_a_gpu
-from bmoe.profiling.work import Load, Part, Work, batch_parts, layout, model_flops, parameters, scores
+from bmoe.profiling.memory import HOPPER, in_no_unit, on_a_gpu
+from bmoe.profiling.work import FLASH_BACKWARD, Load, Part, Work, batch_parts, layout, model_flops, parameters, scores
 from bmoe.recipe import Recipe
 
 LOW = ("fp8_row", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
@@ -91,7 +91,7 @@ def part_seconds(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, e: Eff
         times = []
         for work, backward in ((part.forward, False), (part.backward, True)):
             if part.matrix == "attention" and not fp32:
-                times.append(_attention(recipe, work, core * (2.5 if backward else 1.0), chip, e))
+                times.append(_attention(recipe, work, core * (FLASH_BACKWARD if backward else 1.0), chip, e))
             elif part.matrix == "grouped" and kind in LOW:
                 times.append(_low_gemm(recipe, load, name, work, backward, chip, e))
             else:
@@ -160,17 +160,24 @@ def _row_gemm(recipe: Recipe, load: Load, name: str, work: Work, backward: bool,
     return seconds + (_seconds(half, chip.bf16 * e.grouped, chip, e) if backward else 0.0)
 
 
-def optimizer_work(recipe: Recipe, vocabulary: int, ranks: int) -> Work:
-    """One optimizer step of one of the `ranks` that share a model: norm and update.
+def accumulates(recipe: Recipe, world: int) -> bool:
+    """Whether gradients are summed in fp32, over the batches of a step or over copies of the model (`training.setup`)."""
+    split = layout(recipe.parallel, world)
+    return batches_per_rank(recipe, world) > 1 or (world > 1 and split.shard * split.expert == 1)
 
-    bf16 weights with split masters move 26 bytes a parameter (18 with bf16 moments).
+
+def optimizer_work(recipe: Recipe, vocabulary: int, world: int = 1) -> Work:
+    """One optimizer step of one of `world` GPUs: the norm reads the gradients, the update reads them again and the state.
+
+    With fp32 moments a bf16 weight with its split master moves 2 (norm) + 26 bytes (kernels/adamw.py), an fp32 weight 4 + 28.
+    Gradients that accumulate are fp32 sums, which the update clears: 36 bytes for either. 8 bytes less with bf16 moments.
     """
-    p = parameters(recipe.model, vocabulary)
-    low, wide = (p.dense + p.experts) / ranks, p.wide / ranks
+    p, split = parameters(recipe.model, vocabulary), layout(recipe.parallel, world)
+    here = sum(p) / (split.shard * split.expert)
+    narrow = 0.0 if recipe.precision.kind == "fp32" else in_no_unit(p, split)
+    gradient = 12 * here if accumulates(recipe, world) else 4 * narrow + 8 * (here - narrow)
     moments = 8 if recipe.optimizer.state_dtype == "fp32" else 4
-    if recipe.precision.kind == "fp32":
-        return Work(0, (low + wide) * (4 + 12 + 2 * moments), 4 * recipe.model.layers)
-    return Work(0, low * (2 + 10 + 2 * moments) + wide * (4 + 12 + 2 * moments), 4 * recipe.model.layers)
+    return Work(0, gradient + (8 + 2 * moments) * here, 4 * recipe.model.layers)
 
 
 def accumulation_work(recipe: Recipe, vocabulary: int) -> Work:
@@ -218,10 +225,10 @@ def step(recipe: Recipe, vocabulary: int, load: Load, chip: Chip, world: int = 1
     batches = batches_per_rank(recipe, world)
     split = layout(recipe.parallel, world)
     ranks = split.shard * split.expert
-    update = optimizer_work(recipe, vocabulary, ranks)
+    update = optimizer_work(recipe, vocabulary, world)
     optimizer_s = (update.bytes / (chip.bandwidth * e.optimizer) + update.kernels * e.kernel_s) / (1 - e.idle)
     accumulate_s = 0.0
-    if (batches > 1 or (world > 1 and ranks == 1)) and recipe.precision.kind != "fp32":
+    if accumulates(recipe, world) and recipe.precision.kind != "fp32":
         accumulate_s = _seconds(accumulation_work(recipe, vocabulary).times(1 / ranks), chip.bf16, chip, e)
     comm = communication(recipe, vocabulary, load, world, chip, e) if world > 1 else None
     exposed = 0.0
