@@ -25,9 +25,10 @@ def row(world: int, layout: tuple[int, int, int], per_step: int, per_batch: int,
     found = profiling.estimate(recipe, world, chip)["predicted"][chip]
     sent = found["communication"]
     days = TOKENS / found["tokens_per_s"] / 86_400
+    memory = f"{found['memory']['peak']:.0f}" + ("" if found["fits"] else ", does not fit")
     return (
         f"| {world:,} | {' x '.join(map(str, layout))} | {per_step / 2**20:.0f} Mi | {per_batch:,} | {found['batches_per_step']} "
-        f"| {found['memory']['peak']:.0f} | {found['step_s']:.2f} | {sent['all_to_all_s']:.2f} | {sent['parameter_s']:.2f} "
+        f"| {memory} | {found['step_s']:.2f} | {sent['all_to_all_s']:.2f} | {sent['parameter_s']:.2f} "
         f"| {100 * found['mfu']:.0f} % | {found['tokens_per_s'] / 1e6:.2f} | {days:.2f} |"
     )
 

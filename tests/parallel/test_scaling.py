@@ -1,6 +1,7 @@
 """The tables of docs/scaling.md are what the predictions say today, and the files of docs/launch are well formed."""
 
 import importlib.util
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,14 @@ def test_tables_are_current(chip):
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
     assert table.table(chip) in (DOCS / "scaling.md").read_text(), "run: python docs/scaling/table.py"
+
+
+def test_a_row_that_exceeds_its_chip_says_so():
+    """0.94 of 79.1 GiB are an H100's for tensors."""
+    page = (DOCS / "scaling.md").read_text()
+    memory = [line.split(" | ")[5] for line in page.split("## B200")[0].splitlines() if re.match(r"\| \d", line)]
+    assert len(memory) == 7 and all((float(cell.split(",")[0]) > 74) is ("does not fit" in cell) for cell in memory)
+    assert memory[2] == "77, does not fit"
 
 
 def test_launch_files_are_well_formed():
