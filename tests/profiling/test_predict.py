@@ -1,10 +1,13 @@
 """The roofline: sanity by scaling, bytes by hand, and published measurements of one layer on an H200."""
 
+import re
+from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 
+from bmoe import recipe as recipes
 from bmoe.errors import RequestError
 from bmoe.model import counts
 from bmoe.profiling import chips, predict, validation
@@ -46,6 +49,23 @@ def test_gains_of_row_wise_fp8_measured_on_an_h200():
     assert [measured for measured, _ in found] == pytest.approx([1.140, 1.196, 1.062, 0.979, 1.156], abs=1e-3)
     off = [predicted / measured - 1 for measured, predicted in found]
     assert median(map(abs, off)) < 0.015 and max(map(abs, off)) < 0.04, off
+
+
+def test_numbers_of_the_page_on_precision():
+    """docs/precision.md: the gains of shipped recipes on two chips, and how many times the model is held against."""
+    page = (Path(__file__).parent.parent.parent / "docs" / "precision.md").read_text()
+    stated = re.search(
+        r"to ([\d.]+), ([\d.]+) and ([\d.]+) times their speed in bf16; on a B200 .* to ([\d.]+), ([\d.]+) and ([\d.]+)", page
+    )
+    assert f"{len(validation.errors())} times measured on an H200" in page
+    numbers = iter(map(float, stated.groups()))
+    for chip, kinds in (("h200", ("fp8_row",)), ("b200", ("fp8_current", "mxfp8"))):
+        for name in ("esm2_moe", "genome_mixtral", "protein_moe_fine"):
+            gain = next(numbers)
+            for kind in kinds:
+                recipe = recipes.load(recipes.find(name)[0], [f"precision.kind={kind}", "data.path=/nonexistent"])
+                found = predictions(recipe, SyntheticShards(recipe), "", only=chip)[chip]
+                assert found["speedup_over_bf16"] == pytest.approx(gain, abs=0.006)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "mxfp8", "nvfp4"])
