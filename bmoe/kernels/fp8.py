@@ -28,11 +28,15 @@ from torch import Tensor
 
 from bmoe.kernels.fused_gemm import dswiglu_reference
 from bmoe.kernels.sizes import cdiv, next_power_of_2
+from bmoe.precision.float8 import RECIPROCAL_448
 
 LARGEST = 448.0
 """The largest finite E4M3 number."""
 
 E4M3 = torch.float8_e4m3fn
+
+_RECIPROCAL = tl.constexpr(RECIPROCAL_448)
+"""What a maximum is multiplied with for its scale; its plain twins and the emulation take the same number."""
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter (3.6) loses a carry into the exponent where it converts to E4M3, so numbers are rounded before it."""
@@ -94,7 +98,7 @@ def _rows_kernel(
     x = tl.load(x_RC + at, mask=inside, other=0.0).to(tl.float32)
     amax = tl.max(_size(x), axis=1)
     tl.store(q_RC + at, _e4m3(x * _inverse(amax)[:, None]), mask=inside)
-    scale = amax * 0.002232142857142857
+    scale = amax * _RECIPROCAL
     if EXPERTS > 0:
         scale *= tl.load(factor_E + _expert_of(row, bounds_E1, EXPERTS, EXPERTS_P2))
     if WEIGHTED:
@@ -170,7 +174,7 @@ def _dswiglu_kernel(
     tl.store(dh_NI + at_i, dh.to(dh_NI.dtype.element_ty), mask=inside_i)
     tl.store(dh8_NI + at_i, _e4m3(dh * _inverse(amax)[:, None]), mask=inside_i)
     factor = tl.load(factor_E + _expert_of(row, bounds_E1, EXPERTS, EXPERTS_P2))
-    tl.store(dh_scale_N + row, amax * 0.002232142857142857 * factor, mask=real)
+    tl.store(dh_scale_N + row, amax * _RECIPROCAL * factor, mask=real)
 
 
 def dswiglu_quantize(
@@ -255,7 +259,7 @@ def _weight_kernel(
     there = (i < INPUTS)[:, None] & (o < OUTPUTS)[None, :]
     tl.store(q_EIO + expert * OUTPUTS * INPUTS + i[:, None].to(tl.int64) * OUTPUTS + o[None, :], q, mask=there)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(scale_E + expert, amax * 0.002232142857142857)
+        tl.store(scale_E + expert, amax * _RECIPROCAL)
 
 
 def quantize_weight(w_EOI: Tensor, interleave: bool = False, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,7 +291,7 @@ def quantize_rows_reference(
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of `quantize_rows`; rows without an expert hold 0."""
     amax_R1 = x_RC.float().abs().amax(1, keepdim=True)
-    q_RC, scale_R = _round(x_RC, amax_R1), amax_R1[:, 0] / LARGEST
+    q_RC, scale_R = _round(x_RC, amax_R1), amax_R1[:, 0] * RECIPROCAL_448
     if bounds_E1 is not None:
         row_R = torch.arange(x_RC.shape[0], device=x_RC.device)
         real_R = row_R < bounds_E1[-1]
@@ -326,4 +330,4 @@ def quantize_weight_reference(w_EOI: Tensor, interleave: bool = False) -> tuple[
     q_EOI = _round(w_EOI, amax_E[:, None, None])
     # As bytes: torch 2.11 loses some where it transposes E4M3 on a GPU.
     q_EIO = q_EOI.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3)
-    return q_EOI, q_EIO, amax_E / LARGEST
+    return q_EOI, q_EIO, amax_E * RECIPROCAL_448

@@ -35,7 +35,7 @@ from torch.nn import functional
 
 from bmoe.errors import RequestError
 from bmoe.precision import blocks, current, nvfp4
-from bmoe.precision.float8 import E4M3, E5M2, Float8, round_to, saturate
+from bmoe.precision.float8 import E4M3, E5M2, RECIPROCAL_448, Float8, round_to, saturate
 from bmoe.precision.groups import aligned_rows, amax_of_groups, group_of_rows, rounded_copies, rounded_weight
 from bmoe.recipe import PrecisionSection
 
@@ -56,7 +56,7 @@ def _each_row(x_NI: Tensor) -> Operand:
     """One scale per row; as in the kernels an infinity makes its row's products infinite."""
     amax_N1 = blocks.amax(x_NI, -1)
     values = round_to(saturate(x_NI.float() * current.scales(amax_N1, E4M3), E4M3), E4M3).to(x_NI.dtype)
-    return Operand(values, (amax_N1 / E4M3.maximum)[:, 0], by_row=True)
+    return Operand(values, (amax_N1 * RECIPROCAL_448)[:, 0], by_row=True)
 
 
 def _current_rows(x_NI: Tensor, offsets_E: Tensor | None, form: Float8) -> Operand:
@@ -102,7 +102,7 @@ def _expert_weight(w: Tensor, kind: str) -> Operand:
         return Operand(values.view(w.shape), amax_E * (1.0 / nvfp4.RANGE))
     scale_E = current.scales(amax_E, E4M3)
     values = round_to(saturate(w_EOI.float() * scale_E[:, None, None], E4M3), E4M3).to(w.dtype)
-    return Operand(values.view(w.shape), amax_E / E4M3.maximum if kind == "fp8_row" else 1.0 / scale_E)
+    return Operand(values.view(w.shape), amax_E * RECIPROCAL_448 if kind == "fp8_row" else 1.0 / scale_E)
 
 
 def _inputs(x_NI: Tensor, offsets_E: Tensor | None, kind: str, gradient: bool) -> tuple[Operand, Operand]:

@@ -31,6 +31,7 @@ class Float8(NamedTuple):
 
 E4M3 = Float8(torch.float8_e4m3fn, 448.0, 3, -6)
 E5M2 = Float8(torch.float8_e5m2, 57344.0, 2, -14)
+RECIPROCAL_448 = 1.0 / 448.0  # as float32: 0x3B124925. Kernels multiply by it, which is not dividing by 448
 
 
 def saturate(values: torch.Tensor, form: Float8) -> torch.Tensor:

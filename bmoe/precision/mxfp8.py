@@ -12,10 +12,9 @@ Values come back exactly in bfloat16 too, as E4M3 needs 4 significant bits, unle
 import torch
 
 from bmoe.precision import blocks
-from bmoe.precision.float8 import E4M3, encode, round_to, saturate
+from bmoe.precision.float8 import E4M3, RECIPROCAL_448, encode, round_to, saturate
 
 BLOCK = 32
-RECIPROCAL_448 = 1.0 / 448.0  # as float32: 0x3B124925. Transformer Engine multiplies, which is not dividing by 448
 
 
 def scale_exponents(amax: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ def test_loop_and_grouped_experts_agree(kind):
 
 
 def test_row_wise_values_are_those_of_the_kernels():
-    """E4M3 codes of `kernels/fp8.py`, whose plain twin its own tests hold against the kernel."""
+    """E4M3 codes and scales of `kernels/fp8.py`, whose plain twin its own tests hold against the kernel."""
     pytest.importorskip("triton")
     from bmoe.kernels import fp8
 
