@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every measurement of docs/benchmarks.md that needs a GPU, one after the other on one, unattended:
+# Measurements of docs/benchmarks.md that need a GPU, one after the other on one, unattended:
 #
 #   bash benchmarks/one_gpu.sh SHARDS OUT [PART...]
 #
@@ -12,6 +12,8 @@
 #   gain layer                            FP8 over bf16; one layer beside all baselines
 #   memory steps emulation                the closed form, the roofline, overhead and repeatability, the price of emulation
 #   evaluation perplexity                 speed of the evaluation; seconds to a perplexity
+# Only where asked for: precision (emulation's tests) and profile (those of `bmoe profile`). In no part: trainings to a loss (of `bmoe train`,
+# its 200 steps by every implementation, benchmarks/precision_table.py, benchmarks/dense_vs_moe.py), kills, and the counters of docs/kernels.md.
 set -u
 shards=$(realpath "${1:?folder of shards}") out=$(realpath -m "${2:?folder for the logs}"); shift 2
 parts=(${*:-kernels step model fp8 host_memory experts te parallel whole8 whole64 lengths gain layer memory steps emulation evaluation perplexity})
@@ -56,7 +58,7 @@ for name in "${parts[@]}"; do
     emulation) part $name 100 "${tests[@]}" tests/gpu/test_profile.py -k emulation ;;
     evaluation) part $name 90 python3 -u benchmarks/eval_speed.py --seconds 60 --structures "$shards/structures" --mutations "$shards/mutations.csv.gz" \
       --wildtype "$shards/wildtype.fasta" --column "${COLUMN:-2500}" --json "$out/$name.json" ;;
-    perplexity) part $name 400 python3 -u benchmarks/time_to_perplexity.py "$shards/both" --set training.steps=500 --limit 120 --json "$out/$name.json" ;;
+    perplexity) part $name 400 python3 -u benchmarks/time_to_perplexity.py "$shards/both" --perplexity 14.5 --set training.steps=500 --limit 120 --json "$out/$name.json" ;;
     *) echo "no part is called $name" >&2; exit 2 ;;
   esac
 done

@@ -88,3 +88,9 @@ def test_commands_of_the_multi_gpu_page_are_what_bmoe_takes(tmp_path, monkeypatc
         recipe, _ = load_recipe(given["recipe"], given["set_"])
         assert recipe.training.tokens_per_step % (recipe.data.tokens_per_batch * given["gpus"]) == 0, line
         assert recipe.model.moe.experts % recipe.parallel.expert == 0 == given["gpus"] % recipe.parallel.expert, line
+
+
+def test_the_script_of_the_benchmarks_trains_to_the_perplexity_of_their_page():
+    script = (DOCS.parent / "benchmarks" / "one_gpu.sh").read_text()
+    (goal,) = re.findall(r"time_to_perplexity\.py both (--perplexity [\d.]+)", (DOCS / "benchmarks.md").read_text())
+    assert re.search(rf'time_to_perplexity\.py "\$shards/both" {re.escape(goal)} ', script)
