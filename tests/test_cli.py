@@ -213,7 +213,7 @@ REFUSALS = [
     (["train", "tiny.yaml", "--device", "cpu", "--set", "precision.kind=fp8_block"], "needs an NVIDIA GPU"),
     (["train", "tiny.yaml", "--device", "cpu", "--set", "backend.attention=varlen"], "varlen needs a GPU"),
     (["train", "tiny.yaml", "--device", "cpu", "--set", "data.fasta=null"], "has no prepared sequences"),
-    (["train", "tiny.yaml", "--device", "cpu", "--set", "data.fasta=none.fasta"], "none.fasta"),
+    (["train", "tiny.yaml", "--device", "cpu", "--set", "data.fasta=none.fasta"], "none.fasta does not exist; in a recipe it is relative"),
     (["train", "tiny.yaml", "--device", "cpu", "--set", "data.path=tiny.yaml"], "data.path: tiny.yaml is a file: run `bmoe prepare"),
     (["train", "tiny.yaml", "--device", "cpu", "--set", "data.prepare.valid_fraction=0"], "no sequence in its valid split"),
     (["train", "tiny.yaml", "--device", "cpu", "--set", "parallel.data_shard=2"], "1 ranks"),
@@ -323,6 +323,9 @@ def test_default_folder_of_a_preparation(here, capsys):
     assert results["records_read"] == 500 and results["records_kept"] + sum(results["records_dropped"].values()) == 500
     for key in ("residues", "splits", "seconds", "mb_per_s"):
         assert key in results
+    code, again, _ = bmoe(capsys, "prepare", "some.proteins.fasta.gz", "--json", "p.json")
+    results = json.loads(Path("p.json").read_text())["results"]
+    assert code == 0 and "speed" not in again and results["seconds"] is results["mb_per_s"] is None
 
 
 def test_a_preparation_killed_after_its_manifest_is_completed(here, capsys):
@@ -338,7 +341,8 @@ def test_data_that_cannot_be_meant_is_doubted_in_a_sentence(here, capsys):
     proteins = ">a\nMKVLLE\n>b\nMKWLLE\n"
     for number, (text, flags, doubt) in enumerate(
         [
-            (">a\nAUGGCUAUUCAA\n", (), "look like DNA or RNA"),
+            (">a\nAUGGCUAUUCAA\n", (), "look like DNA or RNA: 100% of their letters"),
+            (f">a\n{'ACGT' * 12}MK\n", (), "look like DNA or RNA: 96% of their letters"),
             (">a\n12345678MK\n", (), "80% of the letters are no amino acids"),
             (proteins, ("--alphabet", "dna"), "do not look like DNA"),
             (proteins, ("--clusters", "one.tsv"), "the cluster table lists 0 of 2 records"),

@@ -59,6 +59,12 @@ def test_a_misspelt_key_is_one_fault(tmp_path):
     assert fault.endswith("model.widht is not a key of the recipe; did you mean model.width?")
 
 
+@pytest.mark.parametrize("written, meant", [("0,001", "0.001"), ("4,5e-4", "0.5e-4")])
+def test_a_decimal_comma_is_told_from_a_key(tmp_path, written, meant):
+    found = faults(tmp_path, f"optimizer: {{lr: {written}}}\n")
+    assert any(f"decimals follow a point and not a comma, as in {meant}" in fault for fault in found), found
+
+
 def test_numbers_as_people_write_them(tmp_path):
     recipe = recipes.load(write(tmp_path, "optimizer: {lr: 4e-4}\ntraining: {steps: 1e3}\nschedule: {final_fraction: 1E-1}\n"))
     assert recipe.optimizer.lr == 4e-4 and recipe.training.steps == 1000 and recipe.schedule.final_fraction == 0.1

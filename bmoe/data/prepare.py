@@ -49,7 +49,8 @@ def prepare(
         dry_run: read the first DRY_RUN bytes into a folder that is removed, and predict.
         progress: called about ten times a second.
 
-    Returns the manifest and the results of the run: seconds, mb_per_s, already_prepared, directory; for a dry run `predicted`.
+    Returns the manifest and the results of the run: seconds, mb_per_s (both None if already_prepared), already_prepared, directory;
+    for a dry run `predicted`.
     Raises RequestError for a wrong request or input, RunError where the disk does not take the output.
     """
     options = options or PrepareOptions()
@@ -110,7 +111,7 @@ def _already(sources, out: Path, options: PrepareOptions, part) -> dict | None:
     for split in manifest["splits"]:
         Shards(out, split)  # raises where a file is missing or has another size
     shutil.rmtree(out / SCRATCH, ignore_errors=True)  # a kill right after the manifest leaves it
-    return manifest | {"directory": str(out), "already_prepared": True, "seconds": 0.0, "mb_per_s": 0.0}
+    return manifest | {"directory": str(out), "already_prepared": True, "seconds": None, "mb_per_s": None}
 
 
 def _changed(sources: list[inputs.Source], manifest: dict, since: float) -> str | None:

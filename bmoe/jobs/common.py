@@ -1,5 +1,6 @@
 """What several commands share: the recipe argument, the device, the data, the --json file."""
 
+import glob
 import json
 import os
 from pathlib import Path
@@ -84,9 +85,14 @@ def ensure_data(recipe: Recipe) -> Path:
         raise RequestError(
             f"data.path: {folder} has no prepared sequences; run `bmoe prepare FILE.fasta --out {folder}`, or set data.fasta"
         )
-    console.note(f"preparing {recipe.data.fasta} into {folder}")
+    fasta = recipe.data.fasta
+    if not (os.path.exists(fasta) or glob.glob(fasta, recursive=True)):
+        raise RequestError(
+            f"data.fasta: {fasta} does not exist; in a recipe it is relative to the recipe's file, in --set to the working directory"
+        )
+    console.note(f"preparing {fasta} into {folder}")
     with console.PreparationView() as view:
-        page.write(folder, prepare([recipe.data.fasta], folder, options, resume=True, progress=view.update))
+        page.write(folder, prepare([fasta], folder, options, resume=True, progress=view.update))
     return folder
 
 

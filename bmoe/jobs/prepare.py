@@ -107,8 +107,9 @@ def wrong_alphabet(results: dict) -> str | None:
     shares = results.get("composition", {})
     if results.get("alphabet") == "protein" and shares.get("<unk>", 0.0) > 0.1:
         return f"{shares['<unk>']:.0%} of the letters are no amino acids: are all inputs protein sequences?"
-    if results.get("alphabet") == "protein" and sum(shares.get(letter, 0.0) for letter in "ACGTUN") > 0.95:
-        return "these sequences look like DNA or RNA: 95 % of their letters are A, C, G, T, U or N; if so, prepare them with --alphabet dna"
+    bases = sum(shares.get(letter, 0.0) for letter in "ACGTUN")
+    if results.get("alphabet") == "protein" and bases > 0.95:
+        return f"these sequences look like DNA or RNA: {bases:.0%} of their letters are A, C, G, T, U or N; if so, use --alphabet dna"
     if str(results.get("alphabet")).startswith("dna") and sum(shares.get(letter, 0.0) for letter in ("<unk>", "?")) > 0.1:
         return "these sequences do not look like DNA: more than a tenth of their letters are no bases; is --alphabet right?"
     return None

@@ -73,9 +73,12 @@ def _parse(text: str, where: str, lines: dict[str, str], faults: list[str], path
 
 
 def _nearest(key: str) -> str:
-    """Name the nearest known key: a sibling first, else a key of the same name in another section."""
+    """Name the nearest known key: a sibling first, else a key of the same name in another section. Digits are no key: in {a: 0,5} YAML
+    sees a key 5."""
     keys = list(known_keys())
     parent, _, leaf = key.rpartition(".")
+    if re.fullmatch(r"\d+([eE][-+]?\d+)?", leaf):
+        return f"; decimals follow a point and not a comma, as in 0.{leaf}"
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
     close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
     if close:

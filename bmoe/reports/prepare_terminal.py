@@ -40,8 +40,8 @@ def _records(results: dict) -> Table:
         if split["sequences"] or name == "train":
             table.add_row(name, f"{counted(split['sequences'], 'sequence')}, {counted(split['residues'], noun)}")
     table.add_row("in all", counted(results["residues"], noun))
-    if "seconds" in results:
-        table.add_row("speed", f"{duration(results['seconds'])}, {results['mb_per_s']:,.0f} MB/s of text")
+    if results.get("seconds") is not None:
+        table.add_row("speed", f"{duration(results['seconds'])}, {size(results['mb_per_s'] * 1e6)}/s of text")
     if results.get("dry_run"):
         for line in _predicted(results.get("predicted"), noun):
             table.add_row("predicted", line)

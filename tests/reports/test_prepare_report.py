@@ -58,6 +58,12 @@ def shown(results: dict) -> str:
     return console.export_text()
 
 
+def test_speed_is_said_in_its_unit_or_not_at_all(results):
+    for rate, said in ((0.0453, "45.3 kB/s"), (312.0, "312 MB/s"), (None, None)):
+        text = shown(results | {"seconds": rate and 0.1, "mb_per_s": rate})
+        assert f"{said} of text" in text if said else "speed" not in text
+
+
 def test_one_is_not_many(tmp_path):
     (tmp_path / "in.fasta").write_text(">a\nMK1VA\n")
     results = prepare([str(tmp_path / "in.fasta")], tmp_path / "out")
