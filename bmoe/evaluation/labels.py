@@ -1,8 +1,9 @@
-"""Sequences with one label a residue, cleaned so that nothing of a test sequence is trained on.
+"""Sequences with one label a residue, cleaned so that no relative of a test sequence is trained on.
 
 Tables of chains hold the same chain many times: as duplicates, as whole-number repeats (homomers written end to end), and
-inside larger complexes. Repeats are reduced to one copy, equal sequences kept once (not at all if their labels differ), and
-sequences that share a fifth of their 8-mers are one group, which is never cut by a split.
+inside larger complexes. Repeats are reduced to one copy, and equal sequences kept once (not at all if their labels differ).
+Of the rest a random part within a budget of residues is used. Its families (`bmoe.evaluation.families`) are found among the residues
+that are used, and a split never cuts one: that takes as long for a table of any size.
 """
 
 from collections import Counter
@@ -13,22 +14,21 @@ import numpy as np
 
 from bmoe.data import random
 from bmoe.errors import RequestError
+from bmoe.evaluation.families import families
 from bmoe.evaluation.files import read_table
 
 DSSP = "HGIEBTSC~-PL "  # helix H G I, strand E B, the rest is coil
 THREE = {**dict.fromkeys("HGI", "H"), **dict.fromkeys("EB", "E")}
-WORD, SHARED = 8, 0.2
 SPLITS = {"train": 0.6, "valid": 0.15, "test": 0.25}
 SPLIT_SEED, SPLIT = 20, 102
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """sequences, labels: text of equal length each. group: number per sequence. counts: what was read and removed."""
+    """sequences, labels: text of equal length each. counts: what was read and removed."""
 
     sequences: list[str]
     labels: list[str]
-    group: list[int]
     counts: dict[str, int]
 
     @property
@@ -62,7 +62,7 @@ def read_labelled(path: str | Path) -> Labelled:
     if not kept:
         raise RequestError(f"{path} has no sequence with one labelling")
     counts = {"read": len(rows), "repeats": repeats, "conflicting": len(known) - len(kept), "sequences": len(kept)}
-    return Labelled(list(kept), list(kept.values()), related(list(kept)), counts)
+    return Labelled(list(kept), list(kept.values()), counts)
 
 
 def period(text: str) -> int:
@@ -70,47 +70,26 @@ def period(text: str) -> int:
     return (text + text).find(text, 1)
 
 
-def related(sequences: list[str]) -> list[int]:
-    """A number per sequence, equal for those connected by pairs of which the shorter shares SHARED of its 8-mers."""
-    holders: dict[str, list[int]] = {}
-    sizes = []
-    for i, sequence in enumerate(sequences):
-        words = {sequence[k : k + WORD] for k in range(len(sequence) - WORD + 1)} or {sequence}
-        sizes.append(len(words))
-        for word in words:
-            holders.setdefault(word, []).append(i)
-    common: Counter[tuple[int, int]] = Counter()
-    for members in holders.values():
-        common.update((a, b) for k, a in enumerate(members) for b in members[k + 1 :])
-    parent = list(range(len(sequences)))
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            i = parent[i]
-        return i
-
-    for (a, b), number in common.items():
-        if number >= SHARED * min(sizes[a], sizes[b]):
-            first, second = sorted((root(a), root(b)))
-            parent[second] = first
-    return [root(i) for i in range(len(sequences))]
+def drawn(labelled: Labelled, budget: int, longest: int) -> list[int]:
+    """Numbers of sequences in a fixed random order, until they have `budget` residues, a sequence counting at most `longest`."""
+    number = np.arange(len(labelled.sequences))
+    order = np.argsort(random.uniform(random.key(SPLIT_SEED, SPLIT, 0, number), 0), kind="stable")
+    sizes = np.array([min(len(sequence), longest) for sequence in labelled.sequences])[order]
+    return order[np.cumsum(sizes) - sizes < budget].tolist()
 
 
-def split(labelled: Labelled, budget: int, longest: int) -> dict[str, list[int]]:
-    """Numbers of the sequences of train, valid and test: whole groups in a fixed random order, each split filled to its share
-    of `budget` residues, a sequence counting at most `longest`."""
-    groups: dict[int, list[int]] = {}
-    for i, number in enumerate(labelled.group):
-        groups.setdefault(number, []).append(i)
-    first = np.array(list(groups))
-    order = first[np.argsort(random.uniform(random.key(SPLIT_SEED, SPLIT, 0, first), 0), kind="stable")]
-    total = sum(min(len(s), longest) for s in labelled.sequences)
-    room = {name: share * min(budget, total) for name, share in SPLITS.items()}
+def split(labelled: Labelled, budget: int, longest: int, alphabet: str) -> dict[str, list[int]]:
+    """Numbers of the sequences of train, valid and test, `drawn`: whole families of their first `longest` letters, the largest first
+    and equally large ones in random order, each split filled to its share of the residues. `alphabet`: protein or dna."""
+    chosen = drawn(labelled, budget, longest)
+    members: dict[int, list[int]] = {}
+    for i, family in zip(chosen, families([labelled.sequences[i][:longest] for i in chosen], alphabet), strict=True):
+        members.setdefault(family, []).append(i)
+    residues = {i: min(len(labelled.sequences[i]), longest) for i in chosen}
+    room = {name: share * min(budget, sum(residues.values())) for name, share in SPLITS.items()}
     out: dict[str, list[int]] = {name: [] for name in SPLITS}
-    for number in order.tolist():
+    for family in sorted(members.values(), key=len, reverse=True):
         name = max(room, key=room.__getitem__)
-        if room[name] <= 0:
-            break
-        out[name] += groups[number]
-        room[name] -= sum(min(len(labelled.sequences[i]), longest) for i in groups[number])
+        out[name] += family
+        room[name] -= sum(residues[i] for i in family)
     return out

@@ -8,7 +8,7 @@ which the labels are moved along the sequences by random distances, their own or
 Legend: L layers with experts, E experts, T tokens, K top-k, C labels.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -148,15 +148,11 @@ def _structure(
     model: nn.Module, recipe: Recipe, letters: Alphabet, table: str | Path, device: torch.device, budget: int, experts: int,
     layers: list[int],
 ) -> dict:  # fmt: skip
-    """The question of secondary structure, on labelled sequences within the budget."""
+    """The question of secondary structure, on a random part of the labelled sequences within the budget."""
     data, longest = labelling.read_labelled(table), recipe.data.max_length - 2
-    sequences, text, spent = [], "", 0
-    for sequence, label in _one_each(data):
-        if spent and spent + min(len(sequence), longest) > budget:
-            break
-        sequences.append(wrap(letters, letters.encode(sequence[:longest].encode("ascii", "replace"))))
-        text += label[:longest]
-        spent += sequences[-1].size
+    members = labelling.drawn(data, budget, longest)
+    sequences = [wrap(letters, letters.encode(data.sequences[i][:longest].encode("ascii", "replace"))) for i in members]
+    text = "".join(data.labels[i][:longest] for i in members)
     chosen = _route(model, iter(sequences), recipe, device)
     inner = np.concatenate([np.arange(s.size) for s in sequences])
     ends = np.concatenate([np.full(s.size, s.size - 1) for s in sequences])
@@ -167,12 +163,3 @@ def _structure(
     number = {x: i for i, x in enumerate(legal)}
     names = ["coil" if x == "~" else x for x in legal]
     return _question(chosen[:, known], np.array([number[x] for x in label[known]]), names, experts, layers)
-
-
-def _one_each(data: labelling.Labelled) -> Iterator[tuple[str, str]]:
-    """The first sequence of every group."""
-    seen: set[int] = set()
-    for sequence, label, group in zip(data.sequences, data.labels, data.group, strict=True):
-        if group not in seen:
-            seen.add(group)
-            yield sequence, label

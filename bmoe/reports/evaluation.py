@@ -163,9 +163,9 @@ def _probe(found: dict, level: int) -> str:
         ]
         figures.append(line_plot(f"Accuracy by layer, {name}", curves, "layer", "accuracy", whole_x=True))
     text = (
-        f"A linear classifier on the frozen embeddings of each layer, on {number(found['residues']['test'])} residues of sequences "
-        "unrelated to those it was trained on. Layer 0 knows the residue itself and nothing around it; the layer is chosen on other "
-        f"sequences than the accuracy is measured on. {' '.join(remarks.probe(found))}"
+        f"A linear classifier on the frozen embeddings of each layer, on {number(found['residues']['test'])} residues of test sequences. "
+        "None of them has a relative (a local alignment of E ≤ 0.002) among the sequences it was trained on, or those on which the layer "
+        f"was chosen. Layer 0 knows the residue itself and nothing around it. {' '.join(remarks.probe(found))}"
     )
     head = ["labels", "classes", "accuracy (95 % interval)", "most frequent class", "layer 0", "best layer"]
     return section("Secondary structure", table(head, rows), grid(*figures), text=text, level=level)

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from Bio.Align import PairwiseAligner, substitution_matrices
 
-from bmoe.evaluation.families import families, folds
+from bmoe.evaluation.alignment import best_scores
+from bmoe.evaluation.families import RULES, families, folds
 from bmoe.evaluation.structures import read_chains
 
 PER_MILLE = (78, 51, 45, 54, 19, 43, 63, 74, 22, 51, 91, 57, 22, 39, 52, 71, 58, 13, 32, 64)
@@ -22,6 +24,46 @@ def test_mutated_copies_are_relatives_and_random_sequences_are_not():
     family = families(sequences)
     assert all(family[2 * i] == family[2 * i + 1] for i in range(30))
     assert len(set(family)) >= 30 - 8  # 3.5 false links expected; 9 or more have a chance of 1 %
+
+
+def random_sequences(generator, letters, longest, number=12):
+    """Every third followed by a copy with a piece cut out and another put in, so that the best alignments have gaps."""
+    out = ["".join(generator.choice(list(letters), generator.integers(1, longest))) for _ in range(number)]
+    for i in range(0, number - 1, 3):
+        out[i + 1] = out[i][: longest // 4] + out[i + 1][:9] + out[i][longest // 4 + 5 :]
+    return out
+
+
+@pytest.mark.parametrize(("name", "letters"), [("protein", "ACDEFGHIKLMNPQRSTVWYBZX*"), ("dna", "ACGT")])
+def test_scores_are_those_of_biopython(name, letters):
+    rule, sequences = RULES[name](), random_sequences(np.random.default_rng(3), letters, 120)
+    aligner = PairwiseAligner(mode="local", open_gap_score=-rule.first, extend_gap_score=-rule.further)
+    if name == "protein":
+        aligner.substitution_matrix = substitution_matrices.load("BLOSUM62")
+    else:
+        aligner.match_score, aligner.mismatch_score = 2, -3
+    codes = [np.array([rule.letters.index(x) for x in sequence], np.uint8) for sequence in sequences]
+    ends = np.cumsum([code.size for code in codes])
+    for sequence, code in zip(sequences, codes, strict=True):
+        found = best_scores(code, np.concatenate(codes), ends, rule.score_LL, rule.first, rule.further)
+        assert found.tolist() == [aligner.score(sequence, other) for other in sequences]
+
+
+def test_related_bases():
+    """Of random DNA, copies with a quarter of their bases drawn again; unknown bases relate nothing."""
+    generator = np.random.default_rng(1)
+    sequences = []
+    for _ in range(20):
+        first, other = generator.choice(list("ACGT"), (2, 200))
+        sequences += ["".join(first), "".join(np.where(generator.random(200) < 0.25, other, first)).replace("T", "U")]
+    family = families(sequences, "dna")
+    assert all(family[2 * i] == family[2 * i + 1] for i in range(20)) and len(set(family)) >= 17
+    assert len(set(families(["N" * 200, "N" * 200, "R" * 200], "dna"))) == 3
+
+
+def test_letters_that_the_matrix_lacks():
+    copies = ["MKVUWW-LLPAGHCDEFKRW" * 3, "MKVCWW.LLPAGHCDEFKRW" * 3, "é?" * 30]
+    assert families(copies) == [0, 0, 1]
 
 
 def test_the_known_families_of_42_chains(real_data):

@@ -6,6 +6,7 @@ import torch
 
 from bmoe.errors import RequestError
 from bmoe.evaluation import labels, probe
+from bmoe.evaluation.families import families
 
 CPU = torch.device("cpu")
 
@@ -18,7 +19,6 @@ def test_repeats_duplicates_and_conflicts(tmp_path, make_proteins):
     found = labels.read_labelled(path)
     assert found.sequences == [a, c, c + d]
     assert found.counts == {"read": 6, "repeats": 1, "conflicting": 1, "sequences": 3}
-    assert found.group[1] == found.group[2] != found.group[0]
     assert found.is_secondary_structure
 
 
@@ -31,15 +31,32 @@ def test_period():
     assert [labels.period(t) for t in ("abcabc", "aaaa", "abcab", "abc")] == [3, 1, 5, 3]
 
 
-def test_splits_share_no_group(make_proteins):
-    sequences = make_proteins(300, 80, seed=6)
-    found = labels.Labelled(sequences, ["H" * len(s) for s in sequences], [i // 3 for i in range(300)], {})
-    parts = labels.split(found, 6000, 50)
+def test_relatives_stay_on_one_side(make_proteins):
+    """Threes of which two are half identical to the first: no two share a fifth of their 8-mers."""
+    generator = np.random.default_rng(6)
+    sequences = []
+    for first, *others in zip(*(iter(make_proteins(300, 80, seed=6)),) * 3, strict=True):
+        first, others = (first * 40)[:80], ["".join(generator.choice(list("ACDEFGHIKLMNPQRSTVWY"), 80)) for _ in others]
+        mutated = ["".join(a if k % 2 else b for k, (a, b) in enumerate(zip(first, other, strict=True))) for other in others]
+        sequences += [first, *mutated]
+    found = labels.Labelled(sequences, ["H" * 80] * 300, {})
+    parts = labels.split(found, 9000, 60, "protein")
     used = {name: {i // 3 for i in members} for name, members in parts.items()}
     assert not (used["train"] & used["test"] or used["train"] & used["valid"] or used["valid"] & used["test"])
-    sizes = {name: sum(min(len(sequences[i]), 50) for i in members) for name, members in parts.items()}
+    sizes = {name: 60 * len(members) for name, members in parts.items()}
     for name, share in labels.SPLITS.items():
-        assert sizes[name] == pytest.approx(share * 6000, abs=160)
+        assert sizes[name] == pytest.approx(share * 9000, abs=600)
+
+
+def test_what_is_aligned_does_not_grow_with_the_table(make_proteins):
+    """Ten thousand sequences with one tag: as many are drawn as hold the residues wanted, whatever their order in the table."""
+    sequences = ["MHHHHHHHHHH" + s for s in make_proteins(10_000, 100, seed=8)]
+    found = labels.Labelled(sequences, ["H" * len(s) for s in sequences], {})
+    chosen = labels.drawn(found, 2000, 50)
+    sizes = [min(len(sequences[i]), 50) for i in chosen]
+    assert sum(sizes[:-1]) < 2000 <= sum(sizes) and len(set(chosen)) == len(chosen)
+    parts = labels.split(found, 2000, 50, "protein")
+    assert sorted(i for members in parts.values() for i in members) == sorted(chosen)
 
 
 @pytest.mark.parametrize("decay", [probe.DECAY, 1.0])
@@ -121,7 +138,10 @@ def test_a_real_table_of_secondary_structures(real_data):
     found = labels.read_labelled(real_data / "ss8_2000.tsv.gz")
     assert found.counts["read"] == 2000 and found.counts["conflicting"] >= 35
     assert found.is_secondary_structure
-    assert len(set(found.group)) > 1000
-    parts = labels.split(found, probe.BUDGET, 1022)
+    parts = labels.split(found, 32_000, 1022, "protein")
+    chosen = [i for members in parts.values() for i in members]
+    family = dict(zip(chosen, families([found.sequences[i][:1022] for i in chosen]), strict=True))
+    assert len(set(family.values())) < len(chosen) - 3
+    assert not {family[i] for i in parts["test"]} & {family[i] for i in parts["train"] + parts["valid"]}
     letter = np.array(list("".join(found.labels[i][:1022] for i in parts["test"])))
     assert (letter == "H").mean() == pytest.approx(0.327, abs=0.06)  # the majority class
