@@ -10,9 +10,11 @@
 | blocks.N.ffn.gate_up, .down | ...intermediate.dense, ...output.dense | layers.N.fc1, .fc2 |
 | final_norm | esm.encoder.emb_layer_norm_after | emb_layer_norm_after |
 | head.dense, .norm, .bias | lm_head.dense, .layer_norm, .bias | the same |
+| head.decoder.weight, if it is not the embedding | lm_head.decoder.weight | lm_head.weight |
 
-transformers 5 writes LayerNorm.gamma and .beta for .weight and .bias; both are read. The contact head and learnt position
-embeddings have no counterpart and are left out. Stored rotary frequencies are kept.
+transformers 5 writes LayerNorm.gamma and .beta for .weight and .bias; both are read. Stored rotary frequencies are kept. The contact head
+is left out, and so are the position embeddings and the pooler that some folders of Hugging Face hold beside rotary positions and do
+not use. Any other tensor, as ESM-1b has them in either naming, is refused.
 """
 
 import re
@@ -33,6 +35,8 @@ HUGGING_FACE = {
     "ffn.gate_up": "intermediate.dense",
     "ffn.down": "output.dense",
     "frequencies": r"rotary_embeddings\.inv_freq$",
+    "head": "lm_head.decoder.weight",
+    "unused": r"esm\.(contact_head|pooler|embeddings\.position_(embeddings|ids))|lm_head\.decoder\.bias$",
 }
 FAIR = {
     "embedding": "embed_tokens.weight",
@@ -45,6 +49,8 @@ FAIR = {
     "ffn.gate_up": "fc1",
     "ffn.down": "fc2",
     "frequencies": r"rot_emb\.inv_freq$",
+    "head": "lm_head.weight",
+    "unused": "contact_head",
 }
 HEADS = {(6, 320): 20, (12, 480): 20, (30, 640): 20, (33, 1280): 20, (36, 2560): 40, (48, 5120): 40}  # published (layers, width)
 
@@ -54,18 +60,20 @@ def is_esm2(names: set[str]) -> bool:
     return HUGGING_FACE["embedding"] in names or any(name.endswith(FAIR["embedding"]) for name in names)
 
 
-def from_esm2(weights: dict[str, Tensor], heads: int | None = None) -> tuple[dict[str, Tensor], dict]:
+def from_esm2(weights: dict[str, Tensor], heads: int | None = None, tied: bool | None = None) -> tuple[dict[str, Tensor], dict]:
     """Canonical weights and the model section of a dense ESM-2 checkpoint in either naming.
 
-    `heads` is needed for shapes other than the six published ones without stored frequencies. Raises RequestError for a
-    missing tensor.
+    `heads` is needed for shapes other than the six published ones without stored frequencies. `tied`: whether the head reads the
+    embedding; None: unless there is another matrix for it. Raises RequestError for a missing tensor, or one that ESM-2 does not have.
     """
     weights = {_usual(name): value for name, value in weights.items()}
     naming = HUGGING_FACE if HUGGING_FACE["embedding"] in weights else FAIR
+    taken = {naming["head"]}
 
     def take(name: str) -> Tensor:
         if name not in weights:
             raise RequestError(f"this ESM-2 checkpoint has no tensor {name}; is the file whole?")
+        taken.add(name)
         return weights[name]
 
     embedding = take(naming["embedding"])
@@ -90,10 +98,17 @@ def from_esm2(weights: dict[str, Tensor], heads: int | None = None) -> tuple[dic
         out[f"head.dense.{part}"] = take(f"lm_head.dense.{part}")
         out[f"head.norm.{part}"] = take(f"lm_head.layer_norm.{part}")
     out["head.bias"] = take("lm_head.bias")
+    if tied is None:
+        tied = naming["head"] not in weights or torch.equal(weights[naming["head"]], embedding)
+    if not tied:
+        out["head.decoder.weight"] = take(naming["head"])
+    left_out = f"{naming['frequencies']}|{naming['unused']}"
+    if foreign := [name for name in weights if name not in taken and not re.search(left_out, name)]:
+        raise RequestError(f"this checkpoint has the tensor {foreign[0]}, which ESM-2 does not have (ESM-1b may); only ESM-2 can be read")
     section = {
         "kind": "encoder", "layers": layers, "width": width, "heads": heads, "kv_heads": None, "norm": "layernorm", "ffn": "gelu",
         "ffn_width": out["blocks.0.ffn.down.weight"].shape[1], "bias": True, "qk_norm": False, "rope_base": 10000.0,
-        "token_dropout": True, "tie_head": True, "moe": None,
+        "token_dropout": True, "tie_head": tied, "moe": None,
     }  # fmt: skip
     return out, section
 

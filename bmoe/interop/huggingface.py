@@ -116,7 +116,8 @@ def load_pretrained(directory: str | Path) -> tuple[dict[str, Tensor], dict]:
             raise RequestError(f"{path} has no config.json and is no ESM-2 checkpoint; give the folder that `bmoe export` wrote")
         if kind == "esm":
             _check_esm(path, config)
-        canonical, section = from_esm2(weights, config.get("num_attention_heads"))
+        tied = config.get("tie_word_embeddings", True) if kind == "esm" else None
+        canonical, section = from_esm2(weights, config.get("num_attention_heads"), tied)
         section |= {"token_dropout": config.get("token_dropout", True)}
     _check_whole(path, canonical, section)
     return canonical, section

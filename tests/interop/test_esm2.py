@@ -8,7 +8,8 @@ from transformers import EsmConfig, EsmForMaskedLM
 
 from bmoe.errors import RequestError
 from bmoe.interop.esm2 import HEADS, from_esm2
-from bmoe.interop.huggingface import load_pretrained, pack
+from bmoe.interop.hub.modeling_bmoe import BmoeForMaskedLM
+from bmoe.interop.huggingface import export, load_pretrained, pack
 from bmoe.model.transformer import Transformer, Vocabulary
 from bmoe.recipe import BackendSection, ModelSection
 
@@ -90,12 +91,63 @@ def test_folder_of_hugging_face_gives_its_logits(shape, token_dropout, sequences
             torch.testing.assert_close(ours[i], together[i, : len(row)], rtol=0, atol=1e-4)
 
 
+def test_hidden_states_of_an_export_are_those_of_hugging_face(sequences, make, tmp_path):
+    """All of them: the embeddings, each layer, and the last after the final norm."""
+    reference = random_esm(2, 32, 4)
+    reference.save_pretrained(tmp_path / "esm")
+    canonical, keys = load_pretrained(tmp_path / "esm")
+    model, recipe, names = make(**keys)
+    model.load_state_dict(canonical)
+    export(model, recipe, tmp_path / "ours", names)
+    other = BmoeForMaskedLM.from_pretrained(tmp_path / "ours").eval()
+    for row in rows(sequences):
+        inputs = {"input_ids": row[None], "attention_mask": torch.ones_like(row[None]), "output_hidden_states": True}
+        with torch.no_grad():
+            theirs, ours = reference(**inputs).hidden_states, other(**inputs).hidden_states
+        assert len(ours) == len(theirs) == 3
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+def test_a_head_of_its_own_is_kept(sequences, tmp_path):
+    """In both namings; of a fair-esm file whose matrix is the embedding nothing is kept twice."""
+    reference = random_esm(2, 32, 4, tie_word_embeddings=False)
+    weights = dict(reference.state_dict())
+    assert not torch.equal(weights["lm_head.decoder.weight"], weights["esm.embeddings.word_embeddings.weight"])
+    reference.save_pretrained(tmp_path)
+    torch.save({"model": fair_naming(weights)}, tmp_path / "esm2_t2.pt")
+    for place in (tmp_path, tmp_path / "esm2_t2.pt"):
+        canonical, keys = load_pretrained(place)
+        assert keys["tie_head"] is False
+        model = transformer(canonical, keys)
+        for row in rows(sequences):
+            with torch.no_grad():
+                theirs = reference(input_ids=row[None], attention_mask=torch.ones_like(row[None])).logits[0]
+            torch.testing.assert_close(model(**pack([row])).logits, theirs, rtol=0, atol=1e-4)
+    _, keys = from_esm2(fair_naming(random_esm(2, 32, 4).state_dict()))
+    assert keys["tie_head"] is True
+
+
+@pytest.mark.parametrize("name", ["embed_positions.weight", "emb_layer_norm_before.bias", "layers.0.self_attn.bias_k"])
+def test_files_of_esm_1b_are_refused(name):
+    weights = fair_naming(random_esm(2, 32, 4).state_dict())
+    with pytest.raises(RequestError, match=f"the tensor {name}, which ESM-2 does not have"):
+        from_esm2(weights | {f"encoder.sentence_encoder.{name}": torch.zeros(32)})
+
+
+def test_a_file_of_hugging_face_without_config_is_refused_if_it_is_esm_1b():
+    weights = random_esm(2, 32, 4).state_dict()
+    from_esm2(weights | {"esm.embeddings.position_embeddings.weight": torch.zeros(9, 32)})  # ESM-2's folders have one too
+    with pytest.raises(RequestError, match=r"the tensor esm.embeddings.layer_norm.weight, which ESM-2 does not have"):
+        from_esm2(weights | {"esm.embeddings.layer_norm.weight": torch.ones(32)})
+
+
 @pytest.mark.parametrize("shape", [(layers, width, heads) for (layers, width), heads in HEADS.items()], ids=str)
 def test_all_published_shapes_by_key_and_shape(shape):
     """On the meta device: every tensor finds its place, heads are found without a config."""
     with torch.device("meta"):
         weights = EsmForMaskedLM(config(*shape)).state_dict()
-        canonical, keys = from_esm2({name: value for name, value in weights.items() if "inv_freq" not in name})
+        canonical, keys = from_esm2({name: value for name, value in weights.items() if "inv_freq" not in name}, tied=True)
         model = Transformer(ModelSection(**keys), Vocabulary(33, 1, 32), BackendSection(experts="loop"))
     assert {n: v.shape for n, v in canonical.items()} == {n: v.shape for n, v in model.state_dict().items()}
     assert keys["heads"] == shape[2] and keys["ffn_width"] == 4 * shape[1]

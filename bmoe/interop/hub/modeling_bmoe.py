@@ -217,7 +217,8 @@ class BmoeModel(BmoePreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids, attention_mask=None, output_hidden_states=False, output_attentions=False, **_):
-        """`hidden_states`: embeddings, then each block's output. `attentions`: softmax maps [B, H, L, L] of each block."""
+        """`hidden_states`: embeddings, then each block's output, the last after the final norm. `attentions`: softmax maps
+        [B, H, L, L] of each block."""
         real = input_ids != self.config.pad_token_id if attention_mask is None else attention_mask.bool()
         positions = (real.long().cumsum(1) - 1).clamp(min=0)
         cos, sin = self.rotary(positions)
@@ -232,8 +233,9 @@ class BmoeModel(BmoePreTrainedModel):
             x, attended = block(x, cos, sin, allowed, output_attentions)
             states.append(x)
             maps.append(attended)
+        states[-1] = self.final_norm(x)
         return BaseModelOutput(
-            last_hidden_state=self.final_norm(x),
+            last_hidden_state=states[-1],
             hidden_states=tuple(states) if output_hidden_states else None,
             attentions=tuple(maps) if output_attentions else None,
         )
