@@ -10,6 +10,7 @@ header fields and bootstrap intervals need no second pass. Several ranks share t
 Legend: S sequences, M targets, V vocabulary, E experts.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmoe.data import random
 from bmoe.data.loader import validation_batches, validation_crops
 from bmoe.data.packing import NO_TARGET, Batch
 from bmoe.data.shards import Shards
@@ -37,6 +39,7 @@ class Perplexity:
     loss, baseline: scheme -> nats summed over the targets of each sequence, float64 [S].
     composition_V: how often each token was a target. loss_V: scheme -> nats summed over the targets that were this token.
     baseline_V: scheme -> nats of the baseline on one target that is this token.
+    inputs: scheme -> a number that tells the tokens shown and asked for in each sequence from others, float64 [S].
     symbols: text of each token. counts_LE: tokens on each expert under the training scheme, or None (dense).
     """
 
@@ -48,6 +51,7 @@ class Perplexity:
     composition_V: np.ndarray
     loss_V: dict[str, np.ndarray]
     baseline_V: dict[str, np.ndarray]
+    inputs: dict[str, np.ndarray]
     symbols: tuple[str, ...]
     counts_LE: np.ndarray | None
 
@@ -73,6 +77,11 @@ class Perplexity:
         """95 % bootstrap interval over sequences of the perplexity."""
         return _interval(self.loss[scheme][rows], self.targets_S[rows])
 
+    def digest(self, scheme: str) -> str:
+        """What was shown and asked for, as 16 hexadecimal digits: equal ones, the same inputs and targets."""
+        parts = (self.sequence_S, self.targets_S, self.inputs[scheme])
+        return hashlib.sha256(b"".join(np.asarray(part, np.float64).tobytes() for part in parts)).hexdigest()[:16]
+
     def metrics(self) -> dict[str, float]:
         """The validation metrics of metrics.jsonl; `valid_loss` is the mean cross entropy of the training scheme."""
         number = max(self.targets_S.sum(), 1)
@@ -86,6 +95,7 @@ class Perplexity:
     def results(self) -> dict:
         """The results of `bmoe eval`: perplexities, baselines, their ratios with intervals, length bins, per residue."""
         out: dict = {"sequences": int(self.sequence_S.size), "targets": int(self.targets_S.sum())}
+        out["inputs"] = {scheme: self.digest(scheme) for scheme in self.schemes}
         for scheme in self.schemes:
             ending = "" if scheme == "clm" else f"_{scheme}"
             out |= self._named(slice(None), scheme)
@@ -147,11 +157,13 @@ def _interval(nats_S: np.ndarray, targets_S: np.ndarray) -> tuple[float, float]:
 
 def compare(first: Perplexity, second: Perplexity) -> dict[str, dict[str, float]]:
     """Per scheme, the perplexity of `first` over that of `second` on the same targets, with a paired 95 % bootstrap interval
-    over sequences. ValueError if their targets differ."""
-    if not (np.array_equal(first.sequence_S, second.sequence_S) and np.array_equal(first.targets_S, second.targets_S)):
+    over sequences; without the schemes in which the two were shown other tokens, as with other shares of `<mask>`. ValueError
+    if their targets differ."""
+    same = [scheme for scheme in first.schemes if scheme in second.schemes and first.digest(scheme) == second.digest(scheme)]
+    if not same:
         raise ValueError("the two were evaluated on different targets")
     out = {}
-    for scheme in first.schemes:
+    for scheme in same:
         gain_S = first.loss[scheme] - second.loss[scheme]
         low, high = _interval(gain_S, first.targets_S)
         out[scheme] = {"ratio": _perplexity(gain_S, first.targets_S), "low": low, "high": high}
@@ -198,7 +210,9 @@ def evaluate(
     for run in runs.values():
         sums += [np.bincount(run.row_M, run.loss_M, S), np.bincount(run.target_M, run.loss_M, V)]
     counts_LE = None if first.counts_LE is None else first.counts_LE.cpu().numpy().astype(np.float64)
-    targets_S, composition_V, *losses, flat = _reduced([*sums, np.empty(0) if counts_LE is None else counts_LE.ravel()], reduce, device)
+    sums += [run.inputs_S for run in runs.values()]
+    targets_S, composition_V, *parts, flat = _reduced([*sums, np.empty(0) if counts_LE is None else counts_LE.ravel()], reduce, device)
+    losses, inputs = parts[: 2 * len(runs)], parts[2 * len(runs) :]
 
     baseline_V = {
         scheme: baselines.unigram_nats(composition_V, shards.alphabet, share, 0.0 if share >= 1.0 else objective.random_token)
@@ -210,17 +224,20 @@ def evaluate(
         loss=dict(zip(schemes, losses[0::2], strict=True)),
         baseline=dict(zip(schemes, _reduced(sums, reduce, device), strict=True)),
         composition_V=composition_V, loss_V=dict(zip(schemes, losses[1::2], strict=True)), baseline_V=baseline_V,
-        symbols=shards.alphabet.symbols, counts_LE=None if counts_LE is None else flat.reshape(counts_LE.shape),
+        inputs=dict(zip(schemes, inputs, strict=True)), symbols=shards.alphabet.symbols,
+        counts_LE=None if counts_LE is None else flat.reshape(counts_LE.shape),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Run:
-    """All targets of this rank under one scheme: row of the sequence, true token, nats; and the experts' loads."""
+    """All targets of this rank under one scheme: row of the sequence, true token, nats; and of each sequence the sum of `_fingerprint`;
+    and the experts' loads."""
 
     row_M: np.ndarray
     target_M: np.ndarray
     loss_M: np.ndarray
+    inputs_S: np.ndarray
     counts_LE: Tensor | None
 
 
@@ -228,7 +245,9 @@ class _Run:
 def _run(model: nn.Module, batches: Iterator[tuple[Batch, bool]], sequence_S: np.ndarray, device: torch.device) -> _Run:
     """The device is waited for once, at the end."""
     rows, targets, losses, counts_LE = [], [], [], None
+    inputs_S = np.zeros(sequence_S.size)
     for batch, counted in batches:
+        inputs_S += _fingerprint(batch, sequence_S) * counted
         slot_M = slice(None) if batch.select_M is None else batch.select_M
         segment_M = batch.segments_T[slot_M].clamp(max=max(len(batch.sequence_ids) - 1, 0))  # the tail has no target
         rows.append(np.searchsorted(sequence_S, batch.sequence_ids[segment_M].numpy()))
@@ -242,7 +261,18 @@ def _run(model: nn.Module, batches: Iterator[tuple[Batch, bool]], sequence_S: np
     target_M = np.concatenate(targets)
     asked = target_M != NO_TARGET
     loss_M = torch.cat(losses).double().cpu().numpy()
-    return _Run(np.concatenate(rows)[asked], target_M[asked], loss_M[asked], counts_LE)
+    return _Run(np.concatenate(rows)[asked], target_M[asked], loss_M[asked], inputs_S, counts_LE)
+
+
+def _fingerprint(batch: Batch, sequence_S: np.ndarray) -> np.ndarray:
+    """Of each sequence the sum of 32-bit hashes of place, token shown and target, float64 [S]: exact, so that order and ranks do not
+    matter."""
+    place_T, token_T, target_T, segment_T = (
+        part[: int(batch.real_tokens)].numpy() for part in (batch.positions_T, batch.tokens_T, batch.targets_T, batch.segments_T)
+    )
+    hash_T = random.bits(random.bits(place_T, token_T), target_T) >> np.uint64(32)
+    row_T = np.searchsorted(sequence_S, batch.sequence_ids.numpy())[segment_T]
+    return np.bincount(row_T, hash_T.astype(np.float64), sequence_S.size)
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 class Metric(NamedTuple):
     """label: for people. path: keys in the results; its interval is at the same path with `_low` and `_high` added. baseline: keys
-    of what is reached without learning."""
+    of what is reached without learning. inputs: keys of the digest of what was shown and asked for; values compare where it is equal."""
 
     label: str
     path: tuple[str, ...]
@@ -14,6 +14,7 @@ class Metric(NamedTuple):
     low: tuple[str, ...] | None = None
     high: tuple[str, ...] | None = None
     baseline: tuple[str, ...] | None = None
+    inputs: tuple[str, ...] | None = None
 
 
 class Value(NamedTuple):
@@ -25,10 +26,10 @@ class Value(NamedTuple):
 
 
 METRICS = (
-    Metric("perplexity, fully masked", ("perplexity_mask",), True, baseline=("baseline_mask",)),
+    Metric("perplexity, fully masked", ("perplexity_mask",), True, baseline=("baseline_mask",), inputs=("inputs", "mask")),
     Metric("perplexity / baseline, fully masked", ("ratio_mask",), True),
-    Metric("perplexity, training scheme", ("perplexity_8010",), True, baseline=("baseline_8010",)),
-    Metric("perplexity, next token", ("perplexity",), True, baseline=("baseline",)),
+    Metric("perplexity, training scheme", ("perplexity_8010",), True, baseline=("baseline_8010",), inputs=("inputs", "8010")),
+    Metric("perplexity, next token", ("perplexity",), True, baseline=("baseline",), inputs=("inputs", "clm")),
     Metric("perplexity / baseline, next token", ("ratio",), True),
     Metric("pseudo-perplexity", ("pseudo", "pseudo_perplexity"), True, ("pseudo", "low"), ("pseudo", "high")),
     Metric("mutations, Spearman", ("mutations", "spearman"), baseline=("mutations", "blosum62", "spearman")),
@@ -58,11 +59,32 @@ def without_learning(runs: dict[str, dict], metric: Metric) -> float | None:
     return found.pop() if len(found) == 1 else None
 
 
+def comparable(runs: dict[str, dict], metric: Metric) -> bool:
+    """Whether all models that have this metric were shown and asked for the same."""
+    having = [results for results in runs.values() if value(results, metric).value is not None]
+    return len({_found(results, metric.inputs) for results in having}) <= 1 if metric.inputs else True
+
+
+def notes(runs: dict[str, dict]) -> list[str]:
+    """Why rows of the comparison have no best."""
+    apart = {metric.path[0]: metric.label for metric in METRICS if not comparable(runs, metric)}
+    shares = apart.pop("perplexity_8010", None) if "perplexity_mask" not in apart else None
+    sentences = [f"{label}: no best is marked, because the models were evaluated on different targets." for label in apart.values()]
+    if shares:
+        sentences.append(f"{shares}: no best is marked, because the models were shown different shares of <mask> and random residues.")
+    return [sentence[0].upper() + sentence[1:] for sentence in sentences]
+
+
 def _at(results: dict, path: tuple[str, ...]) -> float | None:
+    found = _found(results, path)
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+
+
+def _found(results: dict, path: tuple[str, ...]) -> object:
     found = results
     for key in path:
         found = found.get(key) if isinstance(found, dict) else None
-    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+    return found
 
 
 def rows(runs: dict[str, dict]) -> list[tuple[Metric, list[Value]]]:

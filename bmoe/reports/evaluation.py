@@ -71,14 +71,16 @@ def _comparison(runs: dict[str, dict]) -> str:
     for metric, values in found:
         known = [v.value for v in values if v.value is not None]
         best = min(known) if metric.lower_is_better else max(known)
-        marked = (with_interval(*v) + (" *" if v.value == best and len(known) > 1 else "") for v in values)
+        ranked = len(known) > 1 and comparison.comparable(runs, metric)
+        marked = (with_interval(*v) + (" *" if v.value == best and ranked else "") for v in values)
         body.append([metric.label, *marked, comparison.without_learning(runs, metric)])
         if len(known) > 1 and all(v.low is not None for v in values):
             charts.append(interval_chart(metric.label, list(runs), [v.value for v in values], [(v.low, v.high) for v in values]))
     text = (
         "Values with their 95 % bootstrap interval; * is the best of its row. Each interval is of one model by itself: where two overlap, "
         "look at the paired ratio or difference. Without learning: the composition of the residues, BLOSUM62, the most frequent class, "
-        "nearest pairs first. Perplexities compare only models evaluated on the same split and alphabet."
+        "nearest pairs first. Perplexities compare only models evaluated on the same split and alphabet. "
+        f"{' '.join(comparison.notes(runs))}"
     )
     return section("Side by side", table(["metric", *runs, "without learning"], body), _paired(runs), grid(*charts), text=text)
 

@@ -37,12 +37,13 @@ def _remarked(table: Table, sentences: list[str]) -> Group:
     return Group(table, *map(Text, sentences))
 
 
-def _comparison(runs: dict[str, dict]) -> Table:
+def _comparison(runs: dict[str, dict]) -> Group:
     rows = [
         [metric.label, *(with_interval(*value) for value in values), comparison.without_learning(runs, metric)]
         for metric, values in comparison.rows(runs)
     ]  # fmt: skip
-    return _table("side by side (95 % interval)", ["metric", *runs, "without learning"], rows)
+    table = _table("side by side (95 % interval)", ["metric", *runs, "without learning"], rows)
+    return _remarked(table, comparison.notes(runs))
 
 
 def _perplexity(found: dict) -> Group:

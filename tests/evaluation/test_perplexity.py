@@ -62,6 +62,7 @@ def test_independent_of_batch_size_and_ranks(proteins, make_recipe, make_model, 
         assert np.array_equal(other.sequence_S, reference.sequence_S)
         assert np.array_equal(other.targets_S, reference.targets_S)
         assert np.array_equal(other.composition_V, reference.composition_V)
+        assert all(other.digest(scheme) == reference.digest(scheme) for scheme in reference.schemes)
         for name, value in reference.metrics().items():
             assert other.metrics()[name] == pytest.approx(value, rel=1e-6)
         assert other.counts_LE.sum() == reference.counts_LE.sum()
@@ -90,6 +91,8 @@ def test_ranks_share_the_batches(proteins, make_recipe, make_model):
     S, V = alone.targets_S.size, alone.composition_V.size
     assert np.array_equal(sums[:S], alone.targets_S)
     assert sums[S + V : 2 * S + V] == pytest.approx(alone.loss["8010"], rel=1e-5, abs=1e-6)
+    inputs = sums[-alone.counts_LE.size - 2 * S : -alone.counts_LE.size].reshape(2, S)
+    assert np.array_equal(inputs, list(alone.inputs.values()))
     assert sums[-alone.counts_LE.size :] == pytest.approx(alone.counts_LE.ravel())
 
 
@@ -165,6 +168,32 @@ def test_two_models_are_compared_on_the_same_targets(proteins, make_recipe, make
     assert there["ratio"] == pytest.approx(1 / back["ratio"])
     with pytest.raises(ValueError, match="different targets"):
         perplexity.compare(first, evaluate(make_model(recipe), proteins, recipe, budget=500))
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_other_residues_of_the_same_lengths_are_other_targets(memory_shards, make_proteins, make_recipe, make_model, kind):
+    """Numbers and counts of targets are equal where only letters differ, one of them in 20 sequences, and even where it is no target."""
+    sequences, recipe = make_proteins(20, 60, seed=1), make_recipe(kind)
+    model = make_model(recipe)
+    reference = evaluate(model, memory_shards(sequences), recipe)
+    assert perplexity.compare(reference, evaluate(model, memory_shards(list(sequences)), recipe))
+    for place in range(0, len(sequences[3]), 3):
+        letter = "A" if sequences[3][place] != "A" else "C"
+        other = [*sequences[:3], sequences[3][:place] + letter + sequences[3][place + 1 :], *sequences[4:]]
+        found = evaluate(model, memory_shards(other), recipe)
+        assert np.array_equal(found.sequence_S, reference.sequence_S) and np.array_equal(found.targets_S, reference.targets_S)
+        with pytest.raises(ValueError, match="different targets"):
+            perplexity.compare(reference, found)
+
+
+def test_other_shares_of_mask_pair_the_fully_masked_alone(proteins, make_recipe, make_model):
+    recipe = make_recipe()
+    objective = recipe.objective.model_copy(update={"mask_token": 0.5, "random_token": 0.3})
+    model, other = make_model(recipe), recipe.model_copy(update={"objective": objective})
+    first, second = evaluate(model, proteins, recipe), evaluate(model, proteins, other)
+    assert set(perplexity.compare(first, second)) == {"mask"} and set(perplexity.compare(first, first)) == {"8010", "mask"}
+    here, there = first.results()["inputs"], second.results()["inputs"]
+    assert here["mask"] == there["mask"] and here["8010"] != there["8010"]
 
 
 def test_an_empty_split_is_refused(memory_shards, make_recipe, make_model):

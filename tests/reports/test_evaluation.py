@@ -1,6 +1,7 @@
 """The evaluation report: every part, one model or several, and the same numbers on a terminal."""
 
 import io
+from html import escape
 from html.parser import HTMLParser
 
 import pytest
@@ -85,6 +86,26 @@ def test_several_models_side_by_side(tmp_path, make_results):
     assert [row[:2] for row in paired_rows(named(runs))] == [["dense", "moe"]] * 2  # by the names that the other tables have
     assert titles.count("Contacts") == 2 and "contacts, long range P@L" in titles
     assert "0.3500 (0.3200 to 0.3800) *" in text and "0.3000 (0.2700 to 0.3300) *" not in text
+
+
+@pytest.mark.parametrize(("inputs", "row", "words"), [
+    ({"mask": "a", "8010": "c"}, "perplexity, training scheme",
+     "Perplexity, training scheme: no best is marked, because the models were shown different shares of <mask>"),
+    ({"mask": "b", "8010": "c"}, "perplexity, fully masked",
+     "Perplexity, fully masked: no best is marked, because the models were evaluated on different targets."),
+])  # fmt: skip
+def test_perplexities_of_different_inputs_have_no_best(inputs, row, words, tmp_path, make_results):
+    runs = [make_results("runs/a") | {"inputs": {"mask": "a", "8010": "b"}}, make_results("runs/b") | {"inputs": inputs}]
+    runs[1] |= {"perplexity_8010": 9.0, "perplexity_mask": 9.0}
+    text = read(write_evaluation_report(runs, tmp_path / "r.html"))[0]
+    cells = text.split(f"<td>{row}</td>")[1].split("</tr>")[0]
+    assert "9" in cells and "*" not in cells and escape(words) in text
+    console = Console(file=io.StringIO(), width=200, no_color=True)
+    console.print(evaluation_tables(runs))
+    assert words in console.file.getvalue()
+    runs[1]["inputs"] = runs[0]["inputs"]
+    text = read(write_evaluation_report(runs, tmp_path / "r.html"))[0]
+    assert "*" in text.split(f"<td>{row}</td>")[1].split("</tr>")[0] and "no best" not in text
 
 
 def test_models_of_the_same_name_are_told_apart(make_results):
