@@ -72,8 +72,8 @@ def evaluate(
     header, ids = records[0]
     if recipe.data.alphabet.startswith("dna-bpe"):
         raise RequestError("variants change single letters, and this model reads byte-pair tokens")
-    variants = read_variants(table, "".join(x if len(x) == 1 else "?" for x in map(letters.symbols.__getitem__, ids)), column)
-    _check_letters(variants, letters, table)
+    text = "".join(x if len(x) == 1 else "?" for x in map(letters.symbols.__getitem__, ids))
+    variants = read_variants(table, text, column, "".join(letters.symbols[i] for i in letters.residues))
     scores = {method: score(model, recipe, letters, ids, variants.sites, method, device) for method in methods}
     for score_N in scores.values():
         check_numbers(score_N, "scores")
@@ -101,14 +101,6 @@ def blosum(variants: list[Sites]) -> np.ndarray:
     matrix = substitution_matrices.load("BLOSUM62")
     rare = str.maketrans("UOJ", "CKL")
     return np.array([sum(matrix[old.translate(rare)][new.translate(rare)] for _, old, new in sites) for sites in variants], float)
-
-
-def _check_letters(variants: Variants, letters: Alphabet, table: str | Path) -> None:
-    known = set(letters.symbols[4:])
-    for name, sites in zip(variants.names, variants.sites, strict=True):
-        for _, _, new in sites:
-            if new not in known:
-                raise RequestError(f"{table}: {name} changes to {new}, which the alphabet {letters.name} does not have")
 
 
 def _groups(variants: Variants) -> np.ndarray:

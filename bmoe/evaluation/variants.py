@@ -2,6 +2,7 @@
 
 Reads ProteinGym's columns (`mutant`, `DMS_score`, `DMS_score_bin`) and free ones. A variant is `A24C`: wild-type letter,
 number, new letter; several joined by `:` (or `,` `;` `/` `+`) are one variant; `WT`, `_wt` or an empty name is the wild type.
+Letters are read without case. A part that changes nothing (`K2K`, `K2=`) is no part of its variant.
 """
 
 import re
@@ -15,7 +16,8 @@ from bmoe.errors import RequestError
 from bmoe.evaluation.files import numeric, read_table
 
 NAME_COLUMNS = ("mutant", "mutation", "mutations", "mutants", "variant", "variants")
-EFFECT_COLUMN, BINARY_COLUMN = "DMS_score", "DMS_score_bin"
+EFFECT_COLUMN = "DMS_score"
+STANDARD = "ACDEFGHIKLMNPQRSTVWY"
 SINGLE = re.compile(r"^([A-Za-z])(\d{1,9})([A-Za-z])$")
 WILD_TYPE = {"wt", "_wt", "wildtype", "wild-type", ""}
 TELLING = 5  # variants at so many sites show an offset of the numbering beyond doubt
@@ -41,10 +43,11 @@ class Variants:
     dropped: dict[str, int]
 
 
-def read_variants(path: str | Path, wildtype: str, column: str | None = None) -> Variants:
+def read_variants(path: str | Path, wildtype: str, column: str | None = None, standard: str = STANDARD) -> Variants:
     """The variants of a table. RequestError for a missing column, a name that is no variant, or one that does not fit.
 
-    Rows without an effect, wild-type rows and premature stops (`*`) are dropped and counted. Numbers count from 1 in the
+    Rows without an effect, wild-type and synonymous rows, premature stops (`*`) and changes to other letters than `standard`
+    (`X` is unknown to some and a stop to others) are dropped and counted. Numbers count from 1 in the
     wild type; if they do not fit there but do at exactly one other offset, that one is used and told.
     """
     names, rows = read_table(path)
@@ -59,14 +62,17 @@ def read_variants(path: str | Path, wildtype: str, column: str | None = None) ->
     kept, sites = [], []
     for row, text in enumerate(columns[key]):
         parts = [part.removeprefix("p.") for part in re.split(r"[:;,/+\s]+", text.strip())]
-        if text.strip().lower() in WILD_TYPE or all(p[:1] == p[-1:] and SINGLE.match(p) for p in parts):
-            dropped["wild type"] += 1
-        elif any(part.endswith(("*", "=")) or part.lower().endswith("ter") for part in parts):
-            dropped["stop or synonymous"] += 1
+        parts = [part for part in parts if not _is_synonymous(part)]
+        found = [SINGLE.match(part) for part in parts]
+        if text.strip().lower() in WILD_TYPE or not parts:
+            dropped["wild type or synonymous"] += 1
+        elif any(part.endswith("*") or part.lower().endswith("ter") for part in parts):
+            dropped["stop"] += 1
+        elif all(found) and any(m[3].upper() not in standard for m in found):
+            dropped["change to no standard residue"] += 1
         elif not np.isfinite(effect[row]):
             dropped["no effect"] += 1
         else:
-            found = [SINGLE.match(part) for part in parts]
             if not all(found):
                 raise RequestError(f"{path}, row {row + 2}: {text!r} is no variant; write A24C, and several as A24C:W286R")
             if len({int(m[2]) for m in found}) < len(found):
@@ -74,12 +80,18 @@ def read_variants(path: str | Path, wildtype: str, column: str | None = None) ->
             kept.append(row)
             sites.append([(int(m[2]), m[1].upper(), m[3].upper()) for m in found])
     if not kept:
-        raise RequestError(f"{path} has no variant with a number in the column {effect_column!r}")
+        without = ", ".join(f"{reason}: {count}" for reason, count in dropped.items())
+        raise RequestError(f"{path} has no variant with a number in the column {effect_column!r} that can be scored (dropped: {without})")
     texts = [columns[key][row] for row in kept]
     offset = _offset(sites, texts, wildtype, path)
     placed = [tuple((number - 1 - offset, old, new) for number, old, new in variant) for variant in sites]
     positive, words = _positive(columns, kept, effect[kept], effect_column)
     return Variants(texts, placed, effect[kept], positive, words, effect_column, offset, dict(dropped))
+
+
+def _is_synonymous(part: str) -> bool:
+    match = SINGLE.match(part)
+    return part.endswith("=") or (match is not None and match[1].upper() == match[3].upper())
 
 
 def _name_column(columns: dict[str, list[str]], path: str | Path) -> str:
@@ -140,10 +152,9 @@ def _offset(sites: list[list], texts: list[str], wildtype: str, path: str | Path
 
 
 def _positive(columns: dict, kept: list[int], effect: np.ndarray, effect_column: str) -> tuple[np.ndarray, str]:
-    """Two classes for the AUC: a column of 0 and 1 if there is one, else effects above the median."""
-    candidates = [BINARY_COLUMN, f"{effect_column}_bin"]
-    for name in [n for n in candidates if n in columns]:
-        values = numeric(columns[name])[kept]
-        if np.isin(values, (0.0, 1.0)).all():
-            return values == 1.0, name
+    """Two classes for the AUC: the effect's own column of 0 and 1 (`DMS_score_bin` of `DMS_score`), else effects above the median."""
+    name = f"{effect_column}_bin"
+    values = numeric(columns.get(name, []))
+    if values.size and np.isin(values[kept], (0.0, 1.0)).all():
+        return values[kept] == 1.0, name
     return effect > np.median(effect), f"{effect_column} above its median"

@@ -139,9 +139,9 @@ def test_evaluate_reads_a_table_and_writes_scores(setting, tmp_path):
     assert got["blosum62"]["spearman"] == pytest.approx(stats.spearmanr(changes, table[:, 0]).statistic, abs=1e-12)
     with pytest.raises(RequestError, match="are scored by"):
         evaluate(methods=("guess",))
-    (tmp_path / "scan.csv").write_text("mutant,y\nM1J,1\nK2A,2\n")
-    with pytest.raises(RequestError, match="M1J changes to J"):
-        evaluate()
+    (tmp_path / "scan.csv").write_text("mutant,y\nM1J,1\nK2A,2\nK2X,2\nT3A,1\n")
+    got = evaluate()
+    assert got["n"] == 2 and got["dropped"] == {"change to no standard residue": 2}
     (tmp_path / "wt.fasta").write_text(f">wt\n{WILD}\n>other\nMKV\n")
     with pytest.raises(RequestError, match="wt.fasta has 2 records.*leave that one alone"):
         evaluate()

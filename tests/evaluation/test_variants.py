@@ -36,9 +36,28 @@ def test_free_columns_and_delimiters(tmp_path, text):
 
 
 def test_rows_that_are_no_missense_are_dropped_and_counted(tmp_path):
-    text = "mutant,y\nWT,0\nT3T,0\nT3*,1\np.T3S,1\nA4G,\nA4G,nan\n"
+    text = "mutant,y\nWT,0\nT3T,0\nA4a,0\nT3=,0\nT3*,1\nM1A:T3*,1\nT3X,1\nT3b,1\nM1A:T3U,1\np.T3S,1\nA4G,\nA4G,nan\n"
     found = read_variants(table(tmp_path, text), WILD)
-    assert found.names == ["p.T3S"] and found.dropped == {"wild type": 2, "stop or synonymous": 1, "no effect": 2}
+    assert found.names == ["p.T3S"]
+    assert found.dropped == {"wild type or synonymous": 4, "stop": 2, "change to no standard residue": 3, "no effect": 2}
+    bases = read_variants(table(tmp_path, "mutant,y\nA1C,1\nA1N,2\nA1g,3\nA1W,3\n"), "ACGT", None, "ACGT")
+    assert bases.names == ["A1C", "A1g"] and bases.dropped == {"change to no standard residue": 2}
+
+
+def test_a_part_that_changes_nothing_is_ignored(tmp_path):
+    found = read_variants(table(tmp_path, "mutant,y\nM1A:K2K,1\nK2=:M1C:t3T,2\nM1G,3\n"), WILD)
+    assert found.names == ["M1A:K2K", "K2=:M1C:t3T", "M1G"] and not found.dropped
+    assert found.sites == [((0, "M", "A"),), ((0, "M", "C"),), ((0, "M", "G"),)]
+
+
+@pytest.mark.parametrize(("columns", "positive", "name"), [
+    ("DMS_score_bin,fit2_bin", [True, False, False], "fit2_bin"), ("fit2_bin,DMS_score_bin", [False, True, True], "fit2_bin"),
+    ("DMS_score_bin,other", [False, False, True], "fit2 above its median"),
+])  # fmt: skip
+def test_the_classes_are_those_of_the_effect(tmp_path, columns, positive, name):
+    rows = "M1A,1,0,1\nM1C,2,1,0\nM1G,3,1,0\n"
+    found = read_variants(table(tmp_path, f"mutant,fit2,{columns}\n{rows}"), WILD, "fit2")
+    assert found.positive.tolist() == positive and found.positive_name == name
 
 
 def test_the_numbering_of_a_longer_chain_is_recognised(tmp_path):
