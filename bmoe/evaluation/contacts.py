@@ -35,7 +35,8 @@ SHOWN = 3  # chains whose maps are handed out for the report
 def evaluate(model: nn.Module, recipe: Recipe, letters: Alphabet, directory: str | Path, device: torch.device) -> dict:
     """Cross-validated contact precision on the chains of a folder.
 
-    Returns chains, families, longer_than_trained (chains beyond `data.max_length`), per range p_at_l, p_at_l2, p_at_l5 with 95 %
+    Returns chains, families, with_breaks (chains in which residues are missing: pairs across a break are nearer in the sequence given
+    than in the protein), longer_than_trained (chains beyond `data.max_length`), per range p_at_l, p_at_l2, p_at_l5 with 95 %
     bootstrap intervals over families and the baseline of each, per_chain, and `maps` of some chains for a picture.
     RequestError for a model that reads no proteins, or fewer than two families.
     """
@@ -90,6 +91,7 @@ def precision(i: np.ndarray, j: np.ndarray, score: np.ndarray, contact: np.ndarr
 
 def _summary(chains: list[Chain], family: list[int], pairs: list, probability: list[np.ndarray]) -> dict:
     out: dict = {"chains": len(chains), "families": len(set(family)), "residues": sum(len(c.sequence) for c in chains)}
+    out["with_breaks"] = sum(chain.breaks() > 0 for chain in chains)
     for name, span in RANGES.items():
         out[name] = {}
         for key, share in SHARES.items():

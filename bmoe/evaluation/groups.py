@@ -16,9 +16,10 @@ OTHERS = "all others"
 
 
 def field(header: str | None, name: str) -> str | None:
-    """The value of `name=` in a header, up to the next field or the end; None where it has none."""
-    match = re.search(rf"(?:^|[\s\[]){re.escape(name)}=(.*?)(?=\s+\w+=|\]|$)", header or "")
-    return match.group(1).strip() or None if match else None
+    """The value of `name=` in a header, up to the next field or the end, of `[name=...]` up to its bracket; None where it has none."""
+    inside, outside = r"((?:\[[^\]]*\]|[^\]])*?)(?=\s+\w+=|\]|$)", r"(.*?)(?=\s+\[?\w+=|$)"
+    match = re.search(rf"\[{re.escape(name)}={inside}|(?:^|\s){re.escape(name)}={outside}", header or "")
+    return (match[1] or match[2] or "").strip() or None if match else None
 
 
 def by_field(perplexity: Perplexity, shards: Shards, name: str, groups: int = GROUPS) -> list[dict]:

@@ -2,7 +2,8 @@
 
 Two residues are in contact when their C-beta atoms are nearer than 8 A. The C-beta is placed from N, CA and C for every
 residue, so that glycine has one and all are alike; geometry (1.522 A, 1.927 rad, -2.143 rad) as in ESM and trRosetta.
-Residues count by their order in the chain, whatever their numbers and insertion codes are.
+Residues count by their order in the chain, whatever their numbers and insertion codes are. Heterogens, as selenomethionine and free
+amino acids are written, belong to the chain where a peptide bond holds them; so do unknown residues, as X.
 """
 
 import io
@@ -20,6 +21,8 @@ from bmoe.errors import RequestError
 from bmoe.evaluation.files import read_text
 
 CONTACT = 8.0  # A
+BOND, NEIGHBOURS = 2.0, 4.5  # A at most: C and N of a peptide bond (1.33), CA of bonded residues (3.8; 2.9 if cis)
+UNKNOWN = "X"
 BACKBONE = ("N", "CA", "C")
 ENDINGS = {".pdb": PDBParser, ".ent": PDBParser, ".cif": MMCIFParser, ".mmcif": MMCIFParser}
 PACKED = ("", ".gz", ".bz2", ".xz")
@@ -42,6 +45,10 @@ class Chain:
     def known(self) -> np.ndarray:
         """Residues whose backbone is complete, bool [n]."""
         return np.isfinite(self.backbone).all(axis=(1, 2))
+
+    def breaks(self) -> int:
+        """How often residues are missing, or not bonded: CA of neighbours too far apart."""
+        return int((np.linalg.norm(np.diff(self.backbone[:, 1], axis=0), axis=1) > NEIGHBOURS).sum())
 
 
 def c_beta(backbone: np.ndarray) -> np.ndarray:
@@ -99,13 +106,23 @@ def read_structure(path: Path) -> list[Chain]:
 
 
 def _chain(stem: str, chain) -> Chain | None:
-    letters, backbone = [], []
-    for residue in chain:
-        name = residue.get_resname().strip()
-        if name not in protein_letters_3to1_extended or not any(atom in residue for atom in BACKBONE):
-            continue
-        letters.append(protein_letters_3to1_extended[name])
-        backbone.append([residue[atom].coord if atom in residue else (np.nan,) * 3 for atom in BACKBONE])
-    if not letters:
+    letters, backbone, residues = [], [], list(chain)
+    for before, residue, after in zip([None, *residues], residues, [*residues[1:], None], strict=False):
+        letter = protein_letters_3to1_extended.get(residue.get_resname().strip(), UNKNOWN)
+        if residue.id[0] == " " and letter != UNKNOWN:
+            belongs = any(atom in residue for atom in BACKBONE)
+        else:  # the caps of a chain are bonded too, and have no CA
+            belongs = "CA" in residue and (_bonded(before, residue) or _bonded(residue, after))
+        if belongs:
+            letters.append(letter)
+            backbone.append([residue[atom].coord if atom in residue else (np.nan,) * 3 for atom in BACKBONE])
+    if set(letters) <= {UNKNOWN}:
         return None
     return Chain(f"{stem}:{chain.id.strip() or '-'}", "".join(letters), np.array(backbone, np.float64))
+
+
+def _bonded(first, second) -> bool:
+    """Whether a peptide bond leads from one residue to the other."""
+    if first is None or second is None or not all(name in residue for residue, name in ((first, "C"), (second, "N"))):
+        return False
+    return float(np.linalg.norm(first["C"].coord - second["N"].coord)) < BOND

@@ -20,9 +20,10 @@ def mutations(found: dict) -> list[str]:
 
 
 def contacts(found: dict) -> list[str]:
-    """Whether the model sees lengths here that it never saw in training."""
-    long = found.get("longer_than_trained", 0)
-    return [f"{number(long)} of the chains are longer than the model was trained for."] if long else []
+    """Whether residues are missing, and whether the model sees lengths here that it never saw in training."""
+    broken, long = found.get("with_breaks", 0), found.get("longer_than_trained", 0)
+    remarks = [f"{number(broken)} of the chains lack residues inside: their parts count as neighbours in the sequence."] if broken else []
+    return remarks + ([f"{number(long)} of the chains are longer than the model was trained for."] if long else [])
 
 
 def probe(found: dict) -> list[str]:

@@ -249,6 +249,7 @@ def test_a_model_that_attends_to_contacts_is_found_out(folder, make_recipe, make
     monkeypatch.setattr("bmoe.evaluation.contact_features.attention_maps", planted)
     found = contacts.evaluate(model, recipe, letters, folder, CPU)
     assert found["chains"] == found["families"] == 2 and found["longer_than_trained"] == 0
+    assert found["with_breaks"] == 1  # 1A8O without its selenomethionines
     assert found["long"]["p_at_l5"] > 0.95 > found["long"]["p_at_l5_by_separation"]
     assert {"p_at_l", "p_at_l_low", "p_at_l_high", "p_at_l2", "p_at_l5"} <= found["short"].keys()
     for shown in found["maps"]:

@@ -16,6 +16,10 @@ from bmoe.evaluation import groups, perplexity
     ("UniRef50_A0A5A9P0L4 peptidylprolyl isomerase n=1 Tax=Triplophysa tibetana TaxID=1572043 RepID=A0A5A9P0L4_9TELE", "Tax",
      "Triplophysa tibetana"),
     ("lcl|x [gene=abc] [organism=Homo sapiens] [protein=y]", "organism", "Homo sapiens"),
+    ("tr|A0A1|X OS=[Clostridium] ultunense Esp OX=1288971 GN=x", "OS", "[Clostridium] ultunense Esp"),
+    ("tr|A0A1|X OS=[Clostridium] ultunense Esp", "OS", "[Clostridium] ultunense Esp"),
+    ("lcl|x [organism=[Clostridium] ultunense] [protein=y]", "organism", "[Clostridium] ultunense"),
+    ("x [OS=Homo sapiens OX=9606] y", "OS", "Homo sapiens"), ("x OS=Homo sapiens [gene=y]", "OS", "Homo sapiens"),
     ("sp|P1|X FOS=no", "OS", None), ("sp|P1|X OS= OX=3", "OS", None), (None, "OS", None),
 ])  # fmt: skip
 def test_fields(header, name, value):

@@ -39,6 +39,43 @@ def test_selenomethionine_is_methionine_and_water_is_nothing(tmp_path):
     assert chain.sequence == plain.sequence.replace("D", "M")
 
 
+def test_free_amino_acids_are_no_part_of_the_chain(tmp_path):
+    """A glutamate and an alanine of the chain's name, after its end and far from it."""
+    lines = [line for line in gzip.open(DATA / "1A8O_A.pdb.gz", "rt").read().splitlines() if line.startswith(("ATOM", "HETATM"))]
+    ligands = []
+    for number, name, place in ((901, "GLU", 60.0), (902, "ALA", 80.0)):
+        for k, atom in enumerate(("N", "CA", "C", "O")):
+            ligands.append(f"HETATM{9000 + k:5d}  {atom:<3} {name} A{number:4d}    {place + 1.4 * k:8.3f}{0.0:8.3f}{0.0:8.3f}  1.00 20.00")
+    (tmp_path / "x.pdb.gz").write_bytes(gzip.compress(("\n".join([*lines, "TER", *ligands]) + "\n").encode()))
+    (plain,), (chain,) = read_structure(DATA / "1A8O_A.pdb.gz"), read_structure(tmp_path / "x.pdb.gz")
+    assert len(atoms(tmp_path / "x.pdb.gz")["A"]) == len(atoms(DATA / "1A8O_A.pdb.gz")["A"]) + 2
+    assert chain.sequence == plain.sequence
+
+
+@pytest.mark.parametrize("record", ["ATOM  ", "HETATM"])
+def test_unknown_residues_of_the_chain_are_x(tmp_path, record):
+    text = gzip.open(DATA / "1A8O_A.pdb.gz", "rt").read()
+    lines = [line for line in text.splitlines() if line.startswith("ATOM")]
+    changed = [f"{record}{x[6:17]}UNK{x[20:]}" if x[17:20] == "ASP" else x for x in lines]
+    (tmp_path / "x.pdb").write_text("\n".join(changed) + "\n")
+    (plain,), (chain,) = read_structure(DATA / "1A8O_A.pdb.gz"), read_structure(tmp_path / "x.pdb")
+    assert chain.sequence == plain.sequence.replace("D", "X")
+    assert np.array_equal(chain.backbone, plain.backbone)
+    (tmp_path / "x.pdb").write_text("\n".join(f"{x[:17]}UNK{x[20:]}" for x in lines) + "\n")
+    assert read_structure(tmp_path / "x.pdb") == []  # nothing for a model to read
+
+
+def test_breaks_are_counted(tmp_path):
+    lines = gzip.open(DATA / "1A7G_E.pdb.gz", "rt").read().splitlines(keepends=True)
+    (whole,) = read_structure(DATA / "1A7G_E.pdb.gz")
+    assert whole.breaks() == 0
+    numbers = list(dict.fromkeys(line[22:27] for line in lines if line.startswith("ATOM")))
+    gone = {*numbers[10:14], *numbers[40:41], numbers[0]}
+    (tmp_path / "x.pdb").write_text("".join(line for line in lines if line[22:27] not in gone))
+    (chain,) = read_structure(tmp_path / "x.pdb")
+    assert chain.breaks() == 2 and len(chain.sequence) == len(whole.sequence) - 6
+
+
 def test_glycine_has_a_c_beta():
     (chain,) = read_structure(DATA / "1A8O_A.pdb.gz")
     assert "G" in chain.sequence and np.isfinite(c_beta(chain.backbone)).all()

@@ -157,6 +157,8 @@ def test_remarks_say_why_a_number_is_missing_or_a_sequence_was_cut(make_results)
         "All measured effects are equal", "The wild type is longer than the model was trained for",
     ]  # fmt: skip
     assert remarks.probe(found["probe"]) == [] and remarks.contacts(found["contacts"] | {"longer_than_trained": 0}) == []
+    broken = remarks.contacts(found["contacts"] | {"with_breaks": 3})
+    assert broken[0] == "3 of the chains lack residues inside: their parts count as neighbours in the sequence." and len(broken) == 2
     assert "only their beginnings" in remarks.probe({"longer_than_trained": 5})[0]
 
 
