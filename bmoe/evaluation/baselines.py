@@ -8,6 +8,7 @@ Legend: V vocabulary, M targets, T token slots.
 """
 
 import numpy as np
+import torch
 
 from bmoe.data.alphabet import Alphabet
 from bmoe.data.loader import validation_batches
@@ -60,47 +61,57 @@ def transitions(batches: list[Batch], size: int, causal: bool) -> np.ndarray:
 def bigram_perplexity(batches: list[Batch], letters: Alphabet, causal: bool) -> float:
     """Perplexity of a first-order Markov chain on the targets of all-`<mask>` (or, causal, CLM) batches.
 
-    A masked residue at distance i from the nearest visible token a on its left and j from b on its right has probability
-    proportional to (P^i)[a, y] (P^j)[y, b]: exact for any run of masks. Causal: P[a, y] of the token before. Crops that
+    A masked residue y at distance i from the nearest visible token a on its left and j from b on its right has the probability
+    (P^i)[a, y] (P^j)[y, b] / (P^(i + j))[a, b]: exact for any run of masks. Causal: P[a, y] of the token before. Crops that
     begin or end without a visible token have the chain's stationary frequencies there.
     """
     counts_VV = transitions(batches, letters.size, causal)
     rows_V = counts_VV.sum(axis=1)
     chain_VV = counts_VV / np.where(rows_V > 0, rows_V, 1.0)[:, None]
-    powers = _powers(chain_VV, 1 if causal else FARTHEST)
-    prior_V = counts_VV.sum(axis=0) / max(counts_VV.sum(), 1)
-    nats, number = 0.0, 0
-    for batch in batches:
-        tokens_T, targets_T = batch.tokens_T.numpy(), batch.targets_T.numpy()
-        slots = np.flatnonzero(targets_T != NO_TARGET)
-        if causal:
-            chance_M = chain_VV[tokens_T[slots], targets_T[slots]]
-        else:
-            chance_M = _chance_between(tokens_T, targets_T, batch.segments_T.numpy(), slots, powers, prior_V)
-        nats -= np.log(np.maximum(chance_M, 1e-12)).sum()
-        number += slots.size
-    return float(np.exp(nats / max(number, 1)))
+    if causal:
+        tokens_T, targets_T = (np.concatenate(parts) for parts in zip(*((b.tokens_T, b.targets_T) for b in batches), strict=True))
+        asked = targets_T != NO_TARGET
+        chance_M = chain_VV[tokens_T[asked], targets_T[asked]]
+    else:
+        between = np.concatenate([_between(b.tokens_T.numpy(), b.targets_T.numpy(), b.segments_T.numpy()) for b in batches], axis=1)
+        chance_M = chances(chain_VV, counts_VV.sum(axis=0) / max(counts_VV.sum(), 1), *between)
+    return float(np.exp(-np.log(np.maximum(chance_M, 1e-12)).sum() / max(chance_M.size, 1)))
 
 
-def _powers(chain_VV: np.ndarray, count: int) -> np.ndarray:
-    """P^0 .. P^count, float64 [count + 1, V, V]."""
-    powers = [np.eye(chain_VV.shape[0])]
-    for _ in range(count):
-        powers.append(powers[-1] @ chain_VV)
-    return np.stack(powers)
+def chances(chain_VV: np.ndarray, prior_V: np.ndarray, true_M, left_M, right_M, to_left_M, to_right_M) -> np.ndarray:
+    """P(true token | tokens `left` and `right` at these distances), [M]; a distance of 0 says that there is no such token.
+
+    The powers of the chain are formed one after the other, as far as distances go, and of each those numbers are taken that are asked
+    for: of 4,096 tokens all 64 would fill 8 GiB.
+    """
+    has_left, has_right, apart_M = to_left_M > 0, to_right_M > 0, to_left_M + to_right_M
+    before_M, after_M = prior_V[true_M], np.ones(true_M.size)
+    total_M = np.full(true_M.size, prior_V.sum())
+    chain, power_VV = torch.from_numpy(chain_VV).to_sparse(), torch.eye(chain_VV.shape[0], dtype=torch.float64)
+    for distance in range(1, int(apart_M.max(initial=0)) + 1):
+        power_VV = chain @ power_VV
+        power = power_VV.numpy()
+        here = to_left_M == distance
+        before_M[here] = power[left_M[here], true_M[here]]
+        here = to_right_M == distance
+        after_M[here] = power[true_M[here], right_M[here]]
+        here = apart_M == distance
+        between, begins, ends = here & has_left & has_right, here & ~has_left, here & ~has_right
+        total_M[between] = power[left_M[between], right_M[between]]
+        total_M[begins] = (prior_V @ power)[right_M[begins]]
+        total_M[ends] = power.sum(axis=1)[left_M[ends]]
+    return before_M * after_M / np.where(total_M > 0, total_M, 1.0)
 
 
-def _chance_between(tokens_T, targets_T, segments_T, slots, powers, prior_V) -> np.ndarray:
-    """P(true token | nearest visible tokens on both sides) at each slot, [M]."""
-    T = tokens_T.size
-    visible_T = targets_T == NO_TARGET
+def _between(tokens_T: np.ndarray, targets_T: np.ndarray, segments_T: np.ndarray) -> np.ndarray:
+    """Of each target: its token, the nearest visible ones on its left and right in the crop, and how far they are (0: there is none),
+    int64 [5, M]."""
+    T, visible_T = tokens_T.size, targets_T == NO_TARGET
+    slots = np.flatnonzero(~visible_T)
     left_T = np.maximum.accumulate(np.where(visible_T, np.arange(T), -1))
     right_T = np.minimum.accumulate(np.where(visible_T, np.arange(T), T)[::-1])[::-1]
-    left, right = left_T[slots], right_T[slots]
-    has_left = (left >= 0) & (segments_T[left.clip(0)] == segments_T[slots])
-    has_right = (right < T) & (segments_T[right.clip(max=T - 1)] == segments_T[slots])
-    far_left, far_right = np.minimum(slots - left, FARTHEST), np.minimum(right - slots, FARTHEST)
-    score_MV = np.where(has_left[:, None], powers[far_left, tokens_T[left.clip(0)]], prior_V)
-    score_MV = score_MV * np.where(has_right[:, None], powers[far_right, :, tokens_T[right.clip(max=T - 1)]], 1.0)
-    total_M = score_MV.sum(axis=1)
-    return score_MV[np.arange(slots.size), targets_T[slots]] / np.where(total_M > 0, total_M, 1.0)
+    left, right = left_T[slots].clip(min=0), right_T[slots].clip(max=T - 1)
+    has_left = visible_T[left] & (segments_T[left] == segments_T[slots])
+    has_right = visible_T[right] & (segments_T[right] == segments_T[slots])
+    to_left, to_right = np.minimum(slots - left, FARTHEST) * has_left, np.minimum(right - slots, FARTHEST) * has_right
+    return np.stack([targets_T[slots], tokens_T[left], tokens_T[right], to_left, to_right])

@@ -2,7 +2,9 @@
 
 import gzip
 import itertools
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from bmoe.data import objectives
 from bmoe.data.alphabet import alphabet
 from bmoe.data.loader import validation_batches
+from bmoe.data.packing import NO_TARGET
 from bmoe.evaluation import baselines
 
 
@@ -80,6 +83,44 @@ def test_bigram_is_exact_for_runs_of_masks(memory_shards, make_recipe):
                 number += 1
     assert number > 5
     assert baselines.bigram_perplexity(batches, letters, causal=False) == pytest.approx(np.exp(nats / number), rel=1e-9)
+
+
+def masked(size: int, fraction: float):
+    """A batch of 40 crops of `size` kinds of tokens in all-`<mask>` form, with one run of masks of 150."""
+    generator = np.random.default_rng(0)
+    true, segments = generator.integers(0, size - 1, 3000), np.sort(generator.integers(0, 40, 3000))
+    segments[80:320] = segments[80]
+    targets = np.where(generator.random(3000) < fraction, true, NO_TARGET)
+    if fraction > 0.5:
+        targets[100:250] = true[100:250]
+    shown = np.where(targets == NO_TARGET, true, size - 1)
+    tensors = {name: torch.from_numpy(x) for name, x in (("tokens_T", shown), ("targets_T", targets), ("segments_T", segments))}
+    return SimpleNamespace(**tensors, real_tokens=3000), SimpleNamespace(size=size)
+
+
+@pytest.mark.parametrize("fraction", [0.15, 0.9])
+def test_bigram_equals_products_of_rows_and_columns_of_all_powers(fraction):
+    """Which fill 8 GiB for 4,096 tokens; runs longer than the powers go, and crops that are masked at an end or throughout."""
+    batch, letters = masked(12, fraction)
+    counts = baselines.transitions([batch], 12, causal=False)
+    chain, prior = counts / counts.sum(axis=1, keepdims=True).clip(1), counts.sum(axis=0) / counts.sum()
+    powers = [np.linalg.matrix_power(chain, k) for k in range(baselines.FARTHEST + 1)]
+    tokens, targets, segments = batch.tokens_T.numpy(), batch.targets_T.numpy(), batch.segments_T.numpy()
+    nats = []
+    for slot in np.flatnonzero(targets >= 0):
+        visible = np.flatnonzero((segments == segments[slot]) & (targets < 0))
+        before, after = visible[visible < slot], visible[visible > slot]
+        score = powers[min(slot - before[-1], 64)][tokens[before[-1]]] if before.size else prior
+        score = score * (powers[min(after[0] - slot, 64)][:, tokens[after[0]]] if after.size else 1.0)
+        nats.append(-np.log(max(score[targets[slot]] / (score.sum() or 1.0), 1e-12)))
+    assert baselines.bigram_perplexity([batch], letters, causal=False) == pytest.approx(np.exp(np.mean(nats)), rel=1e-9)
+
+
+def test_bigram_of_many_tokens_needs_few_matrices():
+    """All powers of 2,000 tokens would be 2.1 GB, rows of them for each target 14 MB more."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert baselines.bigram_perplexity([masked(2000, 0.15)[0]], SimpleNamespace(size=2000), causal=False) > 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 5e5  # KiB
 
 
 def test_bigram_knows_a_strict_alternation(memory_shards, make_recipe):
