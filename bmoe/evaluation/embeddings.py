@@ -16,6 +16,7 @@ from bmoe.data.alphabet import Alphabet
 from bmoe.errors import RequestError, RunError
 from bmoe.evaluation.files import read_fasta
 from bmoe.evaluation.forward import batch_slots, check_numbers, hidden_states, packed, wrap
+from bmoe.files import whole
 from bmoe.recipe import Recipe
 
 MODES = ("residue", "mean")
@@ -69,7 +70,8 @@ def embed(
         tensors[name] = (state_nD.mean(dim=0) if mode == "mean" else state_nD).cpu().contiguous().clone()
         check_numbers(tensors[name], "embeddings")
     try:
-        save_file(tensors, out, {"model": recipe.name, "alphabet": letters.name, "mode": mode, "layer": str(layer)})
+        with whole(out) as partial:
+            save_file(tensors, partial, {"model": recipe.name, "alphabet": letters.name, "mode": mode, "layer": str(layer)})
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out} cannot be written: {error}") from None
     longest = max(ids.size for _, ids in records)

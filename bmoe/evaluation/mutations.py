@@ -28,6 +28,7 @@ from bmoe.evaluation.files import read_fasta
 from bmoe.evaluation.forward import Request, batch_slots, check_numbers, log_probabilities, wrap
 from bmoe.evaluation.statistics import auc, bootstrap, resampled_spearman, spearman
 from bmoe.evaluation.variants import Sites, Variants, read_variants
+from bmoe.files import whole
 from bmoe.recipe import Recipe
 
 ENCODER_METHODS = ("masked_marginal", "wt_marginal")
@@ -117,7 +118,7 @@ def _agreement(score_N: np.ndarray, variants: Variants, group_N: np.ndarray) -> 
 
 def _write(path: str | Path, variants: Variants, scores: dict[str, np.ndarray]) -> None:
     try:
-        with Path(path).open("w", newline="") as file:
+        with whole(path) as partial, partial.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["mutant", variants.column, *scores])
             writer.writerows(zip(variants.names, variants.effect, *scores.values(), strict=True))

@@ -13,6 +13,7 @@ from bmoe.data.options import PrepareOptions
 from bmoe.data.prepare import prepare
 from bmoe.data.shards import MANIFEST, Shards, read_manifest
 from bmoe.errors import RequestError
+from bmoe.files import whole
 from bmoe.parallel import launch
 from bmoe.recipe import Recipe
 from bmoe.reports import prepare as page
@@ -52,17 +53,20 @@ def write_json(file: str | None, command: str, recipe: Recipe | None, results: d
     if file is None:
         return
     body = {"command": command, "version": __version__, "recipe": recipes.to_dict(recipe) if recipe else None, "results": results}
-    Path(file).write_text(json.dumps(finite(body), indent=1, allow_nan=False, default=str) + "\n")
+    with whole(file) as partial:
+        partial.write_text(json.dumps(finite(body), indent=1, allow_nan=False, default=str) + "\n")
 
 
 def check_target(flag: str, file: str | None) -> None:
-    """Refuse, before any work, a file that could not be written after it. Raises RequestError."""
+    """Refuse, before any work, a file that could not be written after it, beside its place and renamed. Raises RequestError."""
     if file is None:
         return
-    folder = Path(file).absolute().parent
+    path = Path(file)
+    folder = path.resolve().parent
     if not folder.is_dir():
         raise RequestError(f"{flag} {file}: there is no folder {folder}; make it first")
-    if Path(file).is_dir() or not os.access(Path(file) if Path(file).exists() else folder, os.W_OK):
+    needed = [path] * path.exists() + [folder] * (path.is_file() or not path.exists())
+    if path.is_dir() or not all(os.access(place, os.W_OK) for place in needed):
         raise RequestError(f"{flag} {file}: cannot be written; choose another file")
 
 

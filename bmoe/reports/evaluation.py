@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bmoe import __version__
 from bmoe.errors import RunError
+from bmoe.files import whole
 from bmoe.reports import comparison, remarks
 from bmoe.reports import perplexity as perplexity_parts
 from bmoe.reports.page import details, grid, number, page, section, table, tiles, with_interval
@@ -34,7 +35,8 @@ def write_evaluation_report(results: dict | list[dict], file: str | Path) -> Pat
         parts = [_comparison(runs)]
         parts += [section(name, tiles(_key_numbers(results)), *_parts(results, 3)) for name, results in runs.items()]
     try:
-        file.write_text(page(title, f"bmoe {__version__}", parts), encoding="utf-8")
+        with whole(file) as partial:
+            partial.write_text(page(title, f"bmoe {__version__}", parts), encoding="utf-8")
     except OSError as error:
         raise RunError(f"{file} cannot be written: {error.strerror}") from None
     return file

@@ -1,6 +1,7 @@
 """`bmoe eval` as a command: each flag reaches what it is for, and is refused where it has nothing to do; models side by side."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,18 @@ def evaluated(kind: str, flags: dict[str, object], *more: str) -> dict:
     arguments = [str(part) for pair in flags.items() for part in pair]
     assert cli.run(["eval", kind, "--device", "cpu", "--json", "out.json", *arguments, *more]) == 0
     return json.loads(Path("out.json").read_text())["results"]
+
+
+def test_scores_and_embeddings_are_renamed_to_their_place(run):
+    """A second name of the old file keeps what was in it."""
+    run("encoder")
+    for name in ("s.csv", "x.safetensors"):
+        Path(name).write_text("old")
+        os.link(name, f"{name}.old")
+    evaluated("encoder", SCAN | {"--scores": "s.csv", "--embed": "wt.fasta", "--out": "x.safetensors"})
+    for name in ("s.csv", "x.safetensors"):
+        assert Path(f"{name}.old").read_text() == "old" and Path(name).stat().st_size > 3
+    assert not list(Path().glob("*.partial"))
 
 
 def test_layer_and_mode_choose_the_embedding(run):
