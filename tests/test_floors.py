@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "bmoe"
 FLOORS = [
-    {"recipe", "errors"},
+    {"recipe", "errors", "files"},
     {"kernels", "precision"},
     {"model", "parallel", "data"},
     {"training", "evaluation", "profiling", "reports", "interop"},

@@ -28,15 +28,16 @@ from torch import Tensor
 
 from bmoe.kernels.fused_gemm import dswiglu_reference
 from bmoe.kernels.sizes import cdiv, next_power_of_2
-from bmoe.precision.float8 import RECIPROCAL_448
 
 LARGEST = 448.0
 """The largest finite E4M3 number."""
 
 E4M3 = torch.float8_e4m3fn
 
-_RECIPROCAL = tl.constexpr(RECIPROCAL_448)
-"""What a maximum is multiplied with for its scale; its plain twins and the emulation take the same number."""
+RECIPROCAL = 1.0 / LARGEST
+"""What a maximum is multiplied with for its scale, as float32; its plain twins and the emulation (precision/float8.py) do the same."""
+
+_RECIPROCAL = tl.constexpr(RECIPROCAL)
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter (3.6) loses a carry into the exponent where it converts to E4M3, so numbers are rounded before it."""
@@ -291,7 +292,7 @@ def quantize_rows_reference(
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of `quantize_rows`; rows without an expert hold 0."""
     amax_R1 = x_RC.float().abs().amax(1, keepdim=True)
-    q_RC, scale_R = _round(x_RC, amax_R1), amax_R1[:, 0] * RECIPROCAL_448
+    q_RC, scale_R = _round(x_RC, amax_R1), amax_R1[:, 0] * RECIPROCAL
     if bounds_E1 is not None:
         row_R = torch.arange(x_RC.shape[0], device=x_RC.device)
         real_R = row_R < bounds_E1[-1]
@@ -330,4 +331,4 @@ def quantize_weight_reference(w_EOI: Tensor, interleave: bool = False) -> tuple[
     q_EOI = _round(w_EOI, amax_E[:, None, None])
     # As bytes: torch 2.11 loses some where it transposes E4M3 on a GPU.
     q_EIO = q_EOI.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3)
-    return q_EOI, q_EIO, amax_E * RECIPROCAL_448
+    return q_EOI, q_EIO, amax_E * RECIPROCAL
