@@ -106,7 +106,7 @@ def prepare(
     from bmoe.jobs import prepare as job
 
     names = inputs or []
-    common.check_target("--json", json)
+    common.check_targets({"--json": json}, names)
     if verify is not None:
         refuse_others(context, "--verify", {"json", "verify"})
         results = job.verify(verify)
@@ -159,8 +159,8 @@ def train(
     from bmoe.jobs import dry_run as dry
 
     limits = start.Limits(stop_at=stop_at, max_seconds=seconds(max_time) if max_time else None)
-    common.check_target("--json", json)
-    loaded, _ = common.load_recipe(recipe, set_ or [])
+    loaded, file = common.load_recipe(recipe, set_ or [])
+    common.check_targets({"--json": json}, [str(file), loaded.data.fasta])
     if not dry_run and (world is not None or chip):
         raise RequestError("--world and --chip are for --dry-run; a run takes its ranks from --gpus, --procs or the launcher")
     if dry_run:
@@ -211,8 +211,8 @@ def evaluate(
     from bmoe.reports.evaluation import write_evaluation_report
     from bmoe.reports.terminal_evaluation import evaluation_tables
 
-    common.check_target("--json", json)
-    common.check_target("--report", report)
+    targets = {"--json": json, "--report": report, "--scores": scores, "--out": out}
+    common.check_targets(targets, [mutations, wildtype, probe, embed])
     chosen, line = common.choose_device(device, None)
     console.note(line)
     wanted = job.Wanted(
@@ -273,9 +273,7 @@ def profile(
     from bmoe.jobs import profile_ranks as ranks
     from bmoe.reports.profile import write_profile_report
 
-    common.check_target("--json", json)
-    common.check_target("--trace", trace)
-    common.check_target("--report", report)
+    common.check_targets({"--json": json, "--trace": trace, "--report": report}, [recipe, *(compare or ())])
     if compare:
         refuse_others(context, "--compare", {"compare", "json"})
         results = job.compare(*compare)

@@ -7,7 +7,7 @@ import pytest
 
 from bmoe.errors import RequestError
 from bmoe.files import whole
-from bmoe.jobs.common import check_target, write_json
+from bmoe.jobs.common import check_target, check_targets, write_json
 from bmoe.reports.evaluation import write_evaluation_report
 
 
@@ -50,3 +50,22 @@ def test_targets_are_refused_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # the file may be written, its folder not
     with pytest.raises(RequestError, match="--json .*x: cannot be written"):
         check_target("--json", str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize(("targets", "words"), [
+    ({"--scores": "m.csv"}, "--scores m.csv: ./m.csv is read by this command"),
+    ({"--json": "new.json", "--report": "link/new.json"}, "--report link/new.json: --json writes it"),
+    ({"--json": "run/recipe.yaml"}, "belongs to a run"),
+    ({"--json": "run/checkpoints/latest"}, "belongs to a run"),
+    ({"--json": "data/manifest.json"}, "belongs to a run or to prepared data"),
+])  # fmt: skip
+def test_targets_are_no_inputs(tmp_path, monkeypatch, targets, words):
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.csv", "run/recipe.yaml", "run/checkpoints/latest", "data/manifest.json"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("here")
+    Path("link").symlink_to(".")
+    with pytest.raises(RequestError, match=words):
+        check_targets(targets, ["./m.csv", None])
+    check_targets({"--json": "run/found.json", "--report": "recipe.yaml", "--scores": None}, ["m.csv"])
+    check_targets({"--json": "/dev/null", "--report": "/dev/null"})

@@ -223,7 +223,7 @@ library_name: transformers
 ---
 # {recipe.name}
 
-A {section.kind} of {section.layers} layers x {section.width}, alphabet `{recipe.data.alphabet}`, trained with bmoe.
+{section.kind.capitalize()} of {section.layers} layers x {section.width}, alphabet `{recipe.data.alphabet}`, trained with bmoe.
 
 ```python
 from transformers import {auto}, AutoTokenizer

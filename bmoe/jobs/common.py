@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from bmoe.parallel import launch
 from bmoe.recipe import Recipe
 from bmoe.reports import prepare as page
 from bmoe.training.metrics import finite
+
+OWN = ("recipe.yaml", "metrics.jsonl", "evaluation.json", MANIFEST)  # names of files that commands go on from
 
 
 def load_recipe(path: str, overrides: list[str]) -> tuple[Recipe, Path]:
@@ -68,6 +71,24 @@ def check_target(flag: str, file: str | None) -> None:
     needed = [path] * path.exists() + [folder] * (path.is_file() or not path.exists())
     if path.is_dir() or not all(os.access(place, os.W_OK) for place in needed):
         raise RequestError(f"{flag} {file}: cannot be written; choose another file")
+
+
+def check_targets(targets: dict[str, str | None], read: Iterable[str | None] = ()) -> None:
+    """`check_target` of every flag's file; none may be what the command reads, another's file, or one that bmoe goes on from.
+
+    Raises RequestError.
+    """
+    taken = {Path(file).resolve(): f"{file} is read by this command" for file in read if file}
+    for flag, file in targets.items():
+        if file is None:
+            continue
+        check_target(flag, file)
+        path = Path(file).resolve()
+        if path.is_file() and (path.name in OWN or "checkpoints" in path.parts):
+            raise RequestError(f"{flag} {file}: this file belongs to a run or to prepared data; choose another file")
+        if path in taken and (path.is_file() or not path.exists()):  # a device may be named twice
+            raise RequestError(f"{flag} {file}: {taken[path]}; choose another file")
+        taken[path] = f"{flag} writes it"
 
 
 def shard_folder(recipe: Recipe) -> Path:

@@ -29,7 +29,7 @@ def dry_run(recipe: Recipe, world: int, chip: str | None, device: torch.device) 
     asked = recipe
     try:
         recipe, reasons = setup.resolve(recipe, World(device, size=world))
-        resolved_for = f"resolved for {world} x {device.type}"
+        resolved_for = f"resolved for {world} x {device.type}; predictions take what auto becomes on their own chips"
     except RequestError as error:  # a precision or a backend that this machine lacks is no obstacle to a dry run
         reasons, resolved_for = {}, f"not resolved on this machine: {error}"
     folder = shard_folder(recipe)

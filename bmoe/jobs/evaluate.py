@@ -25,7 +25,7 @@ from bmoe.evaluation import (
     specialisation,
 )
 from bmoe.evaluation.perplexity import Perplexity
-from bmoe.jobs.common import check_target, open_split, shard_folder
+from bmoe.jobs.common import open_split, shard_folder
 from bmoe.model.transformer import Transformer
 from bmoe.parallel.world import World
 from bmoe.precision.emulate import emulate
@@ -119,8 +119,6 @@ def evaluate(paths: list[str], wanted: Wanted, *, data: str | None, split: str, 
     found = [Path(path).resolve() for path in paths]
     if twice := next((path for path, at in zip(paths, found, strict=True) if found.count(at) > 1), None):
         raise RequestError(f"{twice} is named twice: a model is compared with others; leave one out")
-    check_target("--scores", wanted.scores)
-    check_target("--out", wanted.out)
     if len(paths) > 1 and (wanted.embed or wanted.scores):
         raise RequestError("--embed and --scores write one model's file: give one RUN with them")
     results, first = [], None

@@ -78,7 +78,7 @@ def compare(a: dict, b: dict) -> dict:
     ranks = {"a": a.get("ranks", 1), "b": b.get("ranks", 1)}
     per_rank = b["tokens_per_s"] / ranks["b"] / (a["tokens_per_s"] / ranks["a"])
     return {
-        "scaling": ranks | {"efficiency": per_rank},
+        "scaling": ranks | {"efficiency": per_rank if ranks["a"] != ranks["b"] else None},
         "step": {
             "a": a["step_s"],
             "b": b["step_s"],

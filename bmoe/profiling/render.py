@@ -238,6 +238,10 @@ def estimate(results: dict) -> RenderableType:
     lines = []
     for name, chip in results["predicted"].items():
         lines += _sent(name, chip["communication"])
+        first = chip["bottleneck"]
+        lines.append(
+            f"first bottleneck on {name}: {first['part']}, {first['share']:.0%} of a step. {first['key']} moves it: {first['why']}"
+        )
         largest = chip["largest_tokens_per_batch"]
         at_most = f"fits {name}; the largest data.tokens_per_batch that does and divides training.tokens_per_step is {largest:,}"
         if other := chip["with_another_step"]:

@@ -25,7 +25,8 @@ def sections(results: dict, level: int = 2) -> str:
     ]
     parts = [_overview(results, endings), grid(*figures), _group_table("residues", results.get("by_length", []), endings)]
     parts.append(_group_table(results.get("by_field", ""), results.get("by_group", []), endings))
-    return section("Held-out sequences", *parts, text=TEXT, level=level)
+    text = f"{results['sequences']:,} sequences, {results['targets']:,} targets. {TEXT}"
+    return section("Held-out sequences", *parts, text=text, level=level)
 
 
 def _overview(results: dict, endings: list[str]) -> str:

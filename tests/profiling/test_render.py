@@ -6,8 +6,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from bmoe import recipe as recipes
 from bmoe.profiling import compare, estimate, profile, render
-from bmoe.profiling.estimate import expected_load
+from bmoe.profiling.estimate import SLOWER, expected_load
+from bmoe.profiling.fit import with_values
 from bmoe.profiling.synthetic import SyntheticShards
 
 
@@ -54,6 +56,18 @@ def test_memory_is_that_of_the_chips_predicted_below(recipe_of):
     table = text(render.estimate(found)).split("Predicted")[0]
     for name, chip in found["predicted"].items():
         assert name in table and render.number(chip["memory"]["peak"]) in table
+
+
+def test_copies_are_advised_where_they_are_not_predicted_slower():
+    """A copy of the flagship fits an H200; among 64 its gradients take longer to sum than all else, among 8 they hide."""
+    flagship = recipes.load(recipes.find("esm2_moe")[0])
+    for world, advised in ((8, True), (64, False)):
+        found = estimate(flagship, world, "h200")
+        shown = text(render.estimate(found))
+        assert ("a copy of the model on each h200" in shown) is advised
+        copies = estimate(with_values(flagship, "parallel", data_replicate=world), world, "h200")["predicted"]["h200"]
+        assert copies["fits"] and (copies["step_s"] <= SLOWER * found["predicted"]["h200"]["step_s"]) is advised
+        assert f"first bottleneck on h200: {found['predicted']['h200']['bottleneck']['part']}" in shown
 
 
 @pytest.mark.parametrize("world, expert", [(1, 1), (4, 1), (4, 4)])
