@@ -214,6 +214,7 @@ def test_precision_against_a_naive_loop():
     n = 60
     i, j = np.triu_indices(n, 6)
     score, contact = generator.random(i.size), generator.random(i.size) < 0.1
+    assert contacts.RANGES == {"short": (6, 12), "medium": (12, 24), "long": (24, None)}  # Rao et al. 2021: 6-11, 12-23, 24 and more
     for low, high in contacts.RANGES.values():
         for top in (60, 30, 12):
             ranked = sorted(

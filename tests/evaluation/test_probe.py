@@ -72,6 +72,17 @@ def test_classifier_equals_scikit_learn(decay):
     assert (ours == theirs.predict(z)).mean() > 0.995
 
 
+def test_the_layer_is_chosen_on_validation_sequences_and_judged_on_others():
+    """One layer tells the labels of validation, and the other way round those of the test; the other layer the opposite."""
+    letter, owner = np.array(list("AB" * 30)), np.repeat(np.arange(6), 10)
+    rows = {name: np.isin(owner, parts) for name, parts in (("train", (0, 1)), ("valid", (2, 3)), ("test", (4, 5)))}
+    sign = torch.from_numpy(np.where(letter == "A", 1.0, -1.0)).float()
+    layers = [torch.where(torch.from_numpy(rows[wrong]), -sign, sign)[:, None] for wrong in ("valid", "test")]
+    found = probe._probe(layers, letter, owner, rows, CPU)
+    assert found["best_layer"] == 1 and found["accuracy"] == 0.0
+    assert [entry["test_accuracy"] for entry in found["layers"]] == [1.0, 0.0]
+
+
 def test_states_that_are_no_numbers_are_refused():
     with pytest.raises(RequestError, match="states that are no numbers"):
         probe.fit(torch.full((20, 3), torch.nan), torch.arange(20) % 2, 2)

@@ -46,6 +46,14 @@ def routed(make_recipe, make_model, proteins):
     return make_model(recipe), recipe, proteins
 
 
+def test_p_is_the_share_of_moves_that_reach_the_value_itself_counted():
+    counts = np.array([[30.0, 10.0], [10.0, 30.0]])
+    bits = specialisation.mutual_information(counts)
+    chance = np.array([0.0, bits / 2, bits, 2 * bits])
+    found = specialisation._information(counts, chance)
+    assert found["bits"] == bits and found["p"] == 3 / 5 and found["null_mean"] == pytest.approx(0.875 * bits)
+
+
 def test_counts_equal_the_model_s_own(routed):
     model, recipe, shards = routed
     found = specialisation.evaluate(model, shards, recipe, device=CPU, budget=1000)
