@@ -61,7 +61,7 @@ def test_targets_are_refused_before_the_work(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_targets_are_no_inputs(tmp_path, monkeypatch, targets, words):
     monkeypatch.chdir(tmp_path)
-    for name in ("m.csv", "run/recipe.yaml", "run/checkpoints/latest", "data/manifest.json"):
+    for name in ("m.csv", "run/recipe.yaml", "run/checkpoints/latest", "data/manifest.json", "checkpoints/found.json"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("here")
     Path("link").symlink_to(".")
@@ -69,3 +69,4 @@ def test_targets_are_no_inputs(tmp_path, monkeypatch, targets, words):
         check_targets(targets, ["./m.csv", None])
     check_targets({"--json": "run/found.json", "--report": "recipe.yaml", "--scores": None}, ["m.csv"])
     check_targets({"--json": "/dev/null", "--report": "/dev/null"})
+    check_targets({"--json": "checkpoints/found.json"})  # of a name that users give their folders too

@@ -84,7 +84,8 @@ def check_targets(targets: dict[str, str | None], read: Iterable[str | None] = (
             continue
         check_target(flag, file)
         path = Path(file).resolve()
-        if path.is_file() and (path.name in OWN or "checkpoints" in path.parts):
+        in_run = any(folder.name == "checkpoints" and (folder.parent / "recipe.yaml").is_file() for folder in path.parents)
+        if path.is_file() and (in_run or path.name in OWN):
             raise RequestError(f"{flag} {file}: this file belongs to a run or to prepared data; choose another file")
         if path in taken and (path.is_file() or not path.exists()):  # a device may be named twice
             raise RequestError(f"{flag} {file}: {taken[path]}; choose another file")
