@@ -28,7 +28,7 @@ from bmoe.parallel.launch import on_first, signals_to
 from bmoe.parallel.world import World
 from bmoe.precision.emulate import emulate
 from bmoe.profiling import chips, render
-from bmoe.profiling.estimate import copy_peak, expected_load
+from bmoe.profiling.estimate import advised_copy_peak, expected_load
 from bmoe.recipe import Recipe
 from bmoe.reports.training import write_training_report
 from bmoe.training import checkpoint, setup, state
@@ -257,7 +257,7 @@ def build(resolved: Recipe, letters: Alphabet, world: World, fresh: bool = True,
 def copies_fit(recipe: Recipe, shards: Shards, world: World) -> str | None:
     """A sentence for ranks that share a model of which each GPU could hold a copy."""
     chip = chips.of_device(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-    peak = copy_peak(recipe, shards.alphabet.size, expected_load(recipe, shards), world.size, chip) if chip else None
+    peak = advised_copy_peak(recipe, shards.alphabet.size, expected_load(recipe, shards), world.size, chip) if chip else None
     return render.copies_fit(chip.name, peak, world.size) if peak else None
 
 

@@ -66,7 +66,7 @@ def predictions(recipe: Recipe, shards, device_name: str, world: int = 1, only: 
     return found
 
 
-def copy_peak(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: chips.Chip) -> float | None:
+def advised_copy_peak(recipe: Recipe, vocabulary: int, load: Load, world: int, chip: chips.Chip) -> float | None:
     """`fit.copy_peak`, but None where steps with copies, whose gradients travel whole, are predicted slower beyond the model's error."""
     peak = fit.copy_peak(recipe, vocabulary, load, world, chip)
     if peak is None:
@@ -117,7 +117,7 @@ def estimate(recipe: Recipe, world: int = 1, chip: str | None = None) -> dict:
     for name, entry in predicted.items():
         entry["largest_tokens_per_batch"] = fit.largest_batch(recipe, vocabulary, load, world, chips.find(name))
         entry["with_another_step"] = fit.with_another_step(recipe, vocabulary, load, world, chips.find(name))
-        entry["copy_peak_gib"] = copy_peak(recipe, vocabulary, load, world, chips.find(name))
+        entry["copy_peak_gib"] = advised_copy_peak(recipe, vocabulary, load, world, chips.find(name))
         entry["advice"] = fit.advice(recipe, vocabulary, load, world, chips.find(name))
     asked = [chips.find(chip)] if chip else list(chips.CHIPS.values())
     return {
